@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and torch, but perhaps no network: build in place, then run the parts asked for.
-# Usage: [COMMIT=HASH] [OLD=FOLDER] benchmarks/gpu.sh OUTPUT_FOLDER [PART ...]       (default: tests micro demo)
+# Usage: [COMMIT=HASH] [OLD=FOLDER] [ROUNDS=N] benchmarks/gpu.sh OUTPUT_FOLDER [PART ...]       (default: tests micro demo)
 #   tests, gpu-tests   all tests, or only those that are skipped elsewhere           (gpu-tests: 190 s on an H200)
 #   micro, demo        the micro benchmarks of this machine; the demo
 #   grid:MODEL         `Trainer` in pairs: auto beside checkpointing, busy time       (200 to 300 s: qwen-1b, moe-2b, llama-2b)
+#   busy:MODEL         only the busy time of that, by our report, torch.profiler and NVML        (60 s)
 #   long               one sequence of 65,536 tokens                                  (380 s)
 #   generate           one sequence from 7e9 weights in 6 GiB                         (130 s)
 #   main, sizes        the training table's streamed cases; the same at 32 and 2 sequences   (60 s, 90 s)
 #   activations        the activations table's streamed cases                         (60 s)
-# main, sizes and activations run again in OLD, a checkout of an older commit with the files of this machine's build.
+# main, sizes and activations run again in OLD, a checkout of an older commit; ROUNDS times, in turns: two processes that
+# do the same differ by some per cent.
 # Logs, and tables as NAME.md, are written to the output folder; the tables are printed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -26,10 +28,13 @@ done
 both() {
   local name=$1 seconds=$2 failed=0
   shift 2
-  timeout "$seconds" python3 -m "$@" --commit "$commit" --out "$out/$name" || failed=1
-  if [ -n "${OLD:-}" ]; then
-    (cd "$OLD" && timeout "$seconds" python3 -m "$@" --commit "old" --out "$out/$name-old") || failed=1
-  fi
+  for round in $(seq "${ROUNDS:-1}"); do
+    timeout "$seconds" python3 -m "$@" --commit "$commit" --out "$out/$name-$round" || failed=1
+    if [ -n "${OLD:-}" ]; then
+      (cd "$OLD" && timeout "$seconds" python3 -m "$@" --commit "old" --out "$out/$name-$round-old") || failed=1
+    fi
+  done
+  grep -H '^| ' "$out/$name"-*.md | grep -v -e '| case ' -e '|---' | sed "s#^$out/##"
   return $failed
 }
 
@@ -50,6 +55,7 @@ run() {
     micro) timeout 300 python3 -m benchmarks.micro --limit 120 --out "$out/micro" ;;
     demo) timeout 100 python3 -m stormtorch.cli demo ;;
     grid:*) python3 -m benchmarks.trainer.paired "${1#grid:}" --rounds 6 --steps 8 --limit 330 --commit "$commit" --out "$out/paired-${1#grid:}" ;;
+    busy:*) python3 -m benchmarks.trainer.paired "${1#busy:}" --rounds 0 --limit 120 --commit "$commit" --out "$out/busy-${1#busy:}" ;;
     long) # auto compares plans from the 8th step on; a method without plans needs no such warm-up
       python3 -m benchmarks.trainer.long --methods auto auto-little-ram --limit 175 --warm 18 --steps 4 --commit "$commit" --out "$out/long"
       python3 -m benchmarks.trainer.long --methods checkpoint --limit 90 --warm 5 --steps 4 --commit "$commit" --out "$out/long-checkpoint"

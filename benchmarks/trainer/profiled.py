@@ -15,6 +15,8 @@ from stormtorch.memory.cuda.idle_meter import idle_meter_for
 from stormtorch.observe.recorder import Mark
 from stormtorch.observe.report import gpu_time
 
+from .nvml import Utilization
+
 _OFTEN_NS = 500_000  # how often the GPU is looked at beside the profiler: few steps have to tell as much as many
 
 
@@ -24,14 +26,17 @@ class Profile:
     def __init__(self, session: Any) -> None:
         self._session = session
         self.counts: dict[str, int] = {}  # of our meter, as they are: they tell why the two differ
+        self.nvml = ""
         self._meter: Any = idle_meter_for(torch.device("cuda", torch.cuda.current_device()), period_ns=_OFTEN_NS)
         self._profiler = profile(activities=[ProfilerActivity.CUDA])
         self._profiler.__enter__()
         self._began_s, self._first = _now(), look(session, self._meter)
+        self._utilization = Utilization()
 
     def end(self) -> tuple[float, float]:
         """The busy share of the time, by our own report and by the profiler."""
         seconds, last = _now() - self._began_s, look(self._session, self._meter)
+        self.nvml = self._utilization.end()
         self._profiler.__exit__(None, None, None)
         profiled = busy_s(events_of(self._profiler)) / seconds
         gpu = gpu_time([mark for mark in (self._first, last) if mark is not None])
