@@ -52,7 +52,7 @@ def look(session: Any, meter: Any) -> Mark | None:
     if session is None or meter is None:
         return None
     ground = session._parts.ground
-    ground.waits.emit()
+    ground.emit()
     looked_s, idle_s = meter.read()
     waited_s = sum(ground.recorder.snapshot().waits_s.values())
     return Mark(at_s=time.perf_counter(), waited_s=waited_s, looked_s=looked_s, idle_s=idle_s)

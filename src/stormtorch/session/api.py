@@ -144,7 +144,7 @@ class Session:
     def report(self, *, samples_per_step: int | None = None, tokens_per_step: int | None = None) -> Report:
         """Measurements since the session began, as data; ``print`` it for a table. Does not wait."""
         parts, ground = self._parts, self._parts.ground
-        ground.waits.emit()
+        ground.emit()
         parts.schedule.updater.emit()
         return make_report(
             ground.recorder.snapshot(),

@@ -96,6 +96,7 @@ class OffloadedActivations:
         self._endings.last(expand_segments(self.device))
         lanes = open_lanes(self.device, sink=self.recorder, delay=trial.delay)
         self._endings.before_others(lanes.close)
+        self._lanes = lanes
         self._waits = WaitMeter(lanes.compute, self.recorder)
         around = Surroundings(
             device=self.device,
@@ -104,7 +105,7 @@ class OffloadedActivations:
             page_lock=page_lock_for(self.device),
             waits=self._waits,
             lock=threading.RLock(),
-            rates=lambda _forward_s: link_rates(self.recorder.snapshot()),
+            rates=self._rates,
             meter=meter,
             peak=PeakMeter(int if meter is None else meter.peak),
             limit_bytes=limit_bytes,
@@ -117,10 +118,16 @@ class OffloadedActivations:
         self._endings.before_others(self.saving.close)
         self._endings.before_others(lanes.synchronize)
 
+    def _rates(self, _forward_s: float) -> tuple[float, float]:
+        """The link's, of which activations have all."""
+        self._lanes.emit()
+        return link_rates(self.recorder.snapshot())
+
     @handlers.undisturbed
     def report(self) -> ActivationReport:
         """Measurements and decisions so far, as data; ``print`` it for text. Does not wait."""
         self._waits.emit()
+        self._lanes.emit()
         return make_activation_report(
             self.recorder.snapshot(),
             passes=self.saving.planning.passes,

@@ -73,11 +73,17 @@ class Ground(Outline):
         return self.partition.units
 
     def look(self) -> None:
-        """Tell the recorder how long compute has waited so far, and how often the GPU was idle."""
-        self.waits.emit()
+        """Tell the recorder what lanes have done and how long compute has waited so far, and how long the GPU was
+        idle."""
+        self.emit()
         if self.idle is not None:
             self.idle.watch(torch.cuda.current_stream(self.device).cuda_stream)
             self.idle.emit(self.recorder)
+
+    def emit(self) -> None:
+        """Tell the recorder what lanes have done and how long compute has waited so far."""
+        self.waits.emit()
+        self.lanes.emit()
 
     def arena(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
         """Home memory that lanes can copy; the caller must register its end."""

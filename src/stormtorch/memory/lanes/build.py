@@ -60,6 +60,11 @@ class Lanes:
         for lane in (self.load, self.aside, self.store, self.compute):
             lane.synchronize()
 
+    def emit(self) -> None:
+        """Tell the sink of all work that is over."""
+        for lane in (self.load, self.aside, self.store, self.compute):
+            lane.emit()
+
     def record_all(self) -> tuple[Event, ...]:
         """Events after all work that was queued on any of them."""
         return tuple(lane.record() for lane in (self.load, self.aside, self.store, self.compute))

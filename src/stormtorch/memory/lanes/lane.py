@@ -69,6 +69,9 @@ class Lane(ABC):
     def synchronize(self) -> None:
         """Block until the lane is empty; raises LaneError if any of its work failed."""
 
+    def emit(self) -> None:  # noqa: B027  (most lanes tell at once)
+        """Tell the sink of all work that is over. Without this call it is told some time later."""
+
     @abstractmethod
     def close(self) -> None:
         """Finish queued work, then end the lane. Safe to call twice; does not raise for work that failed."""

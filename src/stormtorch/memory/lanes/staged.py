@@ -97,6 +97,9 @@ class StagedCudaLane(ThreadLane):
 
     def synchronize(self) -> None:
         super().synchronize()
+        self.emit()
+
+    def emit(self) -> None:
         if self._timer is not None:
             self._timer.emit()
 
