@@ -146,6 +146,12 @@ class AdamTensors:
         if wrong:
             raise SettingError(f"Cannot update these tensors: {'; '.join(wrong)}. {_ACCEPTED}")
 
+    def scaled_by(self, factor: torch.Tensor) -> AdamTensors:
+        """The same with a word by which gradients are multiplied, of fp32 and on the same device: not checked again."""
+        scaled = object.__new__(AdamTensors)
+        scaled.__dict__.update(self.__dict__, grad_factor=factor)
+        return scaled
+
     @property
     def device(self) -> torch.device:
         return self.weight.device

@@ -94,8 +94,13 @@ class Session:
 
         The gradients are scaled when the optimizer uses them or user code reads them. Parameters that the optimizer has
         beside the model's are not clipped, and not part of the norm."""
+        return self._clip(list(self._model.parameters()), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def _clip(
+        self, parameters: list[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip these, as torch's function does."""
         self._check_open()
-        parameters = list(self._model.parameters())
         if norm_type == 2.0 and self._parts.optimizer is not None and not error_if_nonfinite:
             total = self._parts.optimizer.clip_grad_norm_(parameters, max_norm)
             if total is not None:

@@ -96,13 +96,12 @@ class Streaming(_Base):  # type: ignore[misc]  # a trainer follows in the method
         return result
 
     def _storm_clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        parameters = list(parameters)
-        if self.session is None or {id(p) for p in parameters} != {id(p) for p in self.model.parameters()}:
+        if self.session is None:
             return self._plain_clip(parameters, max_norm, norm_type=norm_type)
         if self._storm.get("step") == "backward" and max_norm == math.inf:
             return None  # only for the log; the gradients are used already
         self.accelerator.unscale_gradients()
-        return self.session.clip_grad_norm_(max_norm, float(norm_type))
+        return self.session._clip(list(parameters), max_norm, float(norm_type))
 
     # --- evaluation
 

@@ -31,6 +31,7 @@ class CPool(Engine):
         self.lock = threading.RLock()
         self.held: dict[int, object] = {}  # ticket → a job that may still be running
         self.over = (ctypes.c_int64 * _REAP)()  # the tickets last fetched
+        self.fetched = 0  # how many
         self.counted = PoolStats()  # when last asked
         self.stopped = False
 
@@ -63,9 +64,10 @@ class CPool(Engine):
         """Take out the tensors and flags of finished jobs, to be released by the caller. Needs the lock."""
         gone: list[object] = []
         while self.pointer:
-            # Those fetched last time come first, mostly in vain: Ctrl-C may have ended that call right after C's.
-            gone += [self.held.pop(ticket, None) for ticket in self.over]
-            if self.c.storm_pool_reap(self.pointer, self.over, _REAP) == 0:
+            gone += [self.held.pop(ticket, None) for ticket in self.over[: self.fetched]]
+            self.fetched = _REAP  # as far as is known if Ctrl-C comes right after C's call
+            self.fetched = self.c.storm_pool_reap(self.pointer, self.over, _REAP)
+            if self.fetched == 0:
                 break
         return gone
 

@@ -34,7 +34,7 @@ from ..gradients.home import GradHome, GradState
 from ..home.parameter import Access
 from ..units.unit import Place, Unit
 from ..weights.residency import Stay
-from .adam_home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind
+from .adam_home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind, bound
 from .adam_settings import adam_step, refuse_unknown
 from .adam_states import AdamStates
 from .clipping import Scaling
@@ -201,7 +201,7 @@ class AdamStream(Updater):
 
     def _submit(self, home: AdamHome, runs: list[Run], grads: GradHome, buffers: Buffers) -> None:
         for run in runs:
-            tensors = bind(run, buffers, wide=grads.is_wide, factor=self._factor)
+            tensors = bound(run, buffers, wide=grads.is_wide, factor=self._factor)
             if tensors is None:
                 continue  # the run has no elements
             number = home.unit.trained.index(run.first)

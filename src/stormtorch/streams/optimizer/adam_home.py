@@ -17,6 +17,8 @@ from ..units.unit import Place, Unit
 from ..weights.residency import HomeGate
 from .state_home import SPLIT_DTYPE, States
 
+_MOST_BOUND = 64  # updates of a unit whose tensors are kept
+
 
 class AdamState(enum.Enum):
     """Where a unit is updated and has its current states, and what the states occupy. `StateHome` has memory for them
@@ -120,6 +122,21 @@ class Buffers:
     states: States
     grads: torch.Tensor
     grads_at: int = 0
+
+
+def bound(run: Run, buffers: Buffers, *, wide: bool, factor: torch.Tensor | None) -> AdamTensors | None:
+    """As `bind`. Where the buffers are those of an earlier step, so is the result, but for the factor: to make it and
+    to check it takes longer than all else that the host does for an update."""
+    known, key = buffers.states.bound, (run.first.index, run.last.index, wide, buffers.grads.data_ptr())
+    tensors = known.get(key)
+    if tensors is None:
+        tensors = bind(run, buffers, wide=wide, factor=None)
+        if tensors is None:
+            return None
+        if len(known) >= _MOST_BOUND:  # a run may end elsewhere in each step: some parameters have no gradients
+            known.clear()
+        known[key] = tensors
+    return tensors if factor is None else tensors.scaled_by(factor)
 
 
 def bind(run: Run, buffers: Buffers, *, wide: bool, factor: torch.Tensor | None, done: int = 0) -> AdamTensors | None:

@@ -9,13 +9,14 @@ ones back behind ``after``, and shows a mapping of the file, or copies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
 
 from ...memory.host.arena import HostArena
 from ...memory.lanes.lane import Event
+from ...native.update import AdamTensors
 from ..units.chunks import Chunk, whole_of
 from ..units.unit import Place, Unit
 from ..weights.residency import HomeGate
@@ -29,14 +30,15 @@ class States:
     """The states of a chunk: in buffers that a home has lent, or on the device.
 
     ``parts``: the bytes of exp_avg, exp_avg_sq and masters. ``ready``: the event after which they are there; None: they
-    are there already."""
+    are there already. ``bound``: the tensors of updates with these buffers, for the next step (adam_home.py)."""
 
-    __slots__ = ("chunk", "exp_avg", "exp_avg_sq", "masters", "parts", "ready", "unit")
+    __slots__ = ("bound", "chunk", "exp_avg", "exp_avg_sq", "masters", "parts", "ready", "unit")
 
     def __init__(self, unit: Unit, chunk: Chunk, parts: Sequence[torch.Tensor], ready: Event | None = None) -> None:
         self.unit, self.chunk, self.parts, self.ready = unit, chunk, parts[:3], ready
         self.exp_avg, self.exp_avg_sq = (part.view(torch.float32) for part in parts[:2])
         self.masters = parts[2]
+        self.bound: dict[Hashable, AdamTensors] = {}
 
     def of(self, place: Place) -> dict[str, torch.Tensor]:
         """The states of one parameter, which lies in the chunk, by name. A split parameter has a master: the part of

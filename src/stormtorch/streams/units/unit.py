@@ -87,7 +87,10 @@ class Unit:
 
     def __init__(self, index: int, name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self.index, self.name = index, name
-        ordered = sorted(parameters, key=lambda item: (not item[1].requires_grad, item[1].element_size()))
+        # Vectors come last: trainers give them settings of their own, and neighbours with the same ones are one update.
+        ordered = sorted(
+            parameters, key=lambda item: (not item[1].requires_grad, item[1].element_size(), item[1].dim() < 2)
+        )
         self.places: list[Place] = []
         for number, (parameter_name, parameter) in enumerate(ordered):
             shape, dtype, count = parameter.shape, parameter.dtype, parameter.numel()
@@ -128,6 +131,10 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.places)} parameters, {self.image_bytes} bytes)"
+
+
+def _order(parameter: torch.nn.Parameter) -> tuple[bool, int, bool]:
+    return not parameter.requires_grad, parameter.element_size(), parameter.dim() < 2
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
