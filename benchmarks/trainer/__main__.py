@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.about import commit, machine
 
-from .models import known
+from benchmarks.models.build import known
 from .rounds import Method, outcomes
 
 _GRID = ("llama-2b", "qwen-1b", "moe-2b")
