@@ -82,7 +82,7 @@ def _of_transformers(kind: str, settings: dict[str, Any], dtype: torch.dtype) ->
     config = AutoConfig.for_model(kind, **settings, dtype=dtype)
     family = AutoModelForImageClassification if kind == "vit" else AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = family.from_config(config)
+        model: Any = family.from_config(config)  # type: ignore[no-untyped-call]
     asked = settings.get("experts_implementation")
     if asked is not None and model.config._experts_implementation != asked:
         raise RuntimeError(f"this version of transformers does not take experts_implementation={asked!r}")

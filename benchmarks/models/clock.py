@@ -23,8 +23,8 @@ MOST_WARM = 40  # STORM compares plans from the 8th step on
 
 
 class Clock:
-    """``session`` gives STORM's session while one is open, or None. Without one, and if ``metered``, the GPU's idle time
-    is measured all the same. Adds to ``known`` what it has found."""
+    """``session`` gives STORM's session while one is open, or None. Without one, and if ``metered``, it measures the
+    GPU's idle time all the same. Adds to ``known`` what it has found."""
 
     def __init__(
         self,
@@ -85,6 +85,7 @@ class Clock:
         if session is not None:
             report = session.report()
             print(report)
+            self._found["plan"] = report.plan.activations.reason
             if report.limited_by:
                 self._found["limits"] = f"{report.limited_by}, {report.percent_of_limit:.0f} %"
         self._found["warm"] = self._from

@@ -103,7 +103,9 @@ def _row(result: Result, results: list[Result]) -> dict[str, str]:
         "RSS GiB": _shown(result.rss_bytes, ".1f", _GIB),
     }
     if result.vram_allocated_bytes is not None and result.vram_reserved_bytes is not None:
-        row["VRAM GiB (reserved)"] = f"{result.vram_allocated_bytes / _GIB:.1f} ({result.vram_reserved_bytes / _GIB:.1f})"
+        row["VRAM GiB (reserved)"] = (
+            f"{result.vram_allocated_bytes / _GIB:.1f} ({result.vram_reserved_bytes / _GIB:.1f})"
+        )
     if result.failed:
         return row | {"s a step": f"FAILED: {result.failed.replace('|', '/')}"}
     return row | {

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import ROOT, commit, machine
-
 from benchmarks.models.build import CONFIGS, known
 
 _GRID = ("llama-2b", "qwen-1b", "moe-2b")
@@ -136,7 +135,6 @@ def _host(turns: list[dict[str, float]]) -> str:
 
 def _measure(options: argparse.Namespace) -> int:
     import torch
-
     from benchmarks.models.build import build
 
     model = build(options.one, dtype=torch.bfloat16)

@@ -19,9 +19,7 @@ def run_isolated(
     """The result that the process wrote to ``file``, or why there is none. Its output is appended to ``log``.
 
     ``environment``: variables that it has beside ours."""
-    watched = watch(
-        command, file, log, title=case.settings, limit_s=case.limit_s, cwd=cwd, environment=environment
-    )
+    watched = watch(command, file, log, title=case.settings, limit_s=case.limit_s, cwd=cwd, environment=environment)
     if watched.failed:
         return Result(case=case, failed=watched.failed, ram_bytes=watched.ram_bytes)
     return replace(Result.from_json(json.loads(file.read_text())), ram_bytes=watched.ram_bytes)
