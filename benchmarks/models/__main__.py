@@ -30,6 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.about import commit, machine
+from benchmarks.training.memory import touch_all
 from benchmarks.watched import ready_file, watch
 
 from .cases import FORM, METHODS, MODELS, Case, given, parse
@@ -46,7 +47,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"of {', '.join(METHODS)} (default: all)")
     parser.add_argument("--vram", default="", metavar="SIZE", help="budget of storm (default: the model's, cases.py)")
     parser.add_argument("--steps", type=int, metavar="N", help="measured steps, or tokens (default: 10)")
-    parser.add_argument("--warm", type=int, metavar="N", help="steps before those, at least (default: 12)")
+    parser.add_argument("--warm", type=int, metavar="N", help="steps before those, at least (default: 4; storm: 12)")
     parser.add_argument("--limit", type=float, metavar="S", dest="limit_s", help="seconds that one case may take")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: shows that it runs, not how fast")
     parser.add_argument("--device", choices=("cuda", "cpu"))
@@ -81,6 +82,8 @@ def _all(cases: list[Case], options: argparse.Namespace) -> int:
         log = options.out.with_suffix(".log") if options.out else Path(folder) / "log"
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
+        if any(case.device == "cuda" for case in cases):
+            touch_all()
         for number, case in enumerate(cases):
             print(f"{case.settings} ...", end=" ", file=sys.stderr, flush=True)
             results.append(_run(case, Path(folder) / f"{number}.json", log))

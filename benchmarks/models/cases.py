@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 MASTERS = ("resident-masters", "storm", "storm-backward", "fsdp2")  # update in fp32; the others in the weights' dtype
 RESIDENT = ("resident", "resident-checkpoint", "resident-masters")
+WARM = {"storm": 12, "storm-backward": 12}  # then STORM waits on until its plans have settled
 UNCLIPPED = ("storm-backward",)  # weights are updated before the norm of all gradients is known
 _TRAINING = (*RESIDENT, "storm", "storm-backward", "fsdp2")
 _ADAPTERS = ("resident", "resident-checkpoint", "storm", "storm-backward", "fsdp2")  # trained in fp32 as they are
@@ -49,8 +50,8 @@ class Case:
     rows: int
     sequence: int
     vram: str
-    steps: int = 10
-    warm: int = 12
+    steps: int = 10  # measured ones; for generation: tokens
+    warm: int = 4  # steps before those, at least
     limit_s: float = 100
     device: str = "cuda"
     tiny: bool = False
@@ -113,7 +114,9 @@ def parse(text: str, *, methods: tuple[str, ...] = (), vram: str = "", tiny: boo
         found += [
             Case(
                 model=match[1], method=method, rows=rows, sequence=sequence,
-                vram=(vram or own) if method.startswith("storm") else "", limit_s=model.limit_s, tiny=tiny,
+                vram=(vram or own) if method.startswith("storm") else "",
+                warm=12 if model.methods is _GENERATION else WARM.get(method, Case.warm), limit_s=model.limit_s,
+                tiny=tiny,
             )
             for method in model.methods
             if not methods or method in methods

@@ -88,7 +88,7 @@ def _latents(
     shapes = {
         "clean": (_LATENTS, side, side),
         "noise": (_LATENTS, side, side),
-        "text": (_TEXT_TOKENS, settings.get("joint_attention_dim", 4096)),
+        "text": (min(_TEXT_TOKENS, sequence), settings.get("joint_attention_dim", 4096)),
         "pooled": (settings.get("pooled_projection_dim", 2048),),
     }
     row = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
