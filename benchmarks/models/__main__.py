@@ -100,7 +100,8 @@ def _all(cases: list[Case], options: argparse.Namespace) -> int:
 
 def _run(case: Case, file: Path, log: Path) -> Result:
     command = [sys.executable, "-u", "-m", "benchmarks.models", "--one", json.dumps(asdict(case)), str(file)]
-    watched = watch(command, file, log, title=case.settings, limit_s=case.limit_s, environment=_OFFLINE)
+    environment = _OFFLINE | ({"OMP_NUM_THREADS": "1"} if case.tiny else {})  # it has no work for more
+    watched = watch(command, file, log, title=case.settings, limit_s=case.limit_s, environment=environment)
     if watched.failed:
         return Result(case=case, failed=watched.failed, ram_bytes=watched.ram_bytes)
     return dataclasses.replace(Result.from_json(json.loads(file.read_text())), ram_bytes=watched.ram_bytes)
