@@ -32,10 +32,10 @@ MODELS = {
     "llama-2b": Model(config="llama-2b", tiny="tiny"),
     "qwen-1b": Model(config="qwen-1b", tiny="tiny-qwen"),
     "moe-2b": Model(config="moe-2b", tiny="tiny-moe"),
-    "moe-loop-2b": Model(config="moe-loop-2b", tiny="tiny-moe-loop"),
+    "moe-loop-2b": Model(config="moe-loop-2b", tiny="tiny-moe-loop", limit_s=150),
     "vit-2b": Model(config="vit-2b", tiny="tiny-vit"),
     "dit-2b": Model(config="dit-2b", tiny="tiny-dit"),
-    "lora-7b": Model(config="llama-7b", tiny="tiny", methods=_ADAPTERS, limit_s=150),
+    "lora-7b": Model(config="llama-7b", tiny="tiny", methods=_ADAPTERS, limit_s=200),
     "generate-7b": Model(
         config="llama-7b", tiny="tiny-deep", methods=_GENERATION, shapes=("1x64",), tiny_shape="1x8",
         vram=("6GiB", "6GiB"), tiny_vram="4MiB",

@@ -19,7 +19,7 @@ from stormtorch.observe.report import gpu_time
 
 from .settled import is_settled
 
-MOST_WARM = 40  # STORM compares plans from the 8th step on, and may do so several times
+MOST_WARM = 32  # STORM compares plans from the 8th step on
 
 
 class Clock:
