@@ -14,7 +14,7 @@ table at the end. What a case could not do, for want of memory, time or a packag
 
 ``Trainer`` does not fit the diffusion transformer: there a loop by hand does what the trainer does by default. "of
 resident" compares with the fastest of the resident runs. "same numbers" compares the losses of all steps, to the bit,
-with those of the first resident run that updates in the same precision. FSDP2 sums gradients in bf16, in other places.
+with those of the first resident run that updates in the same precision. Some kernels of GPUs add in no fixed order.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from benchmarks.masters import MasterAdamW
 from benchmarks.training.fsdp2 import blocks_of, shard
 from torch import nn
 
-from .cases import RESIDENT, UNCLIPPED, Case
+from .cases import MASTERED, RESIDENT, UNCLIPPED, Case
 from .clock import Clock
 from .work import Rows, loss_of
 
-_ADAMW: dict[str, Any] = {"lr": 5e-5, "weight_decay": 0.0}
-_NORM = 1.0
+ADAMW: dict[str, Any] = {"lr": 5e-5, "weight_decay": 0.0}  # the trainer's defaults
+NORM = 1.0
 
 
 def train(case: Case, model: nn.Module, device: torch.device, known: dict[str, Any]) -> None:
@@ -42,10 +42,10 @@ def train(case: Case, model: nn.Module, device: torch.device, known: dict[str, A
         model.to(device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer
-    if case.method == "resident-masters":
-        optimizer = MasterAdamW(trained, **_ADAMW)
+    if case.method == MASTERED:
+        optimizer = MasterAdamW(trained, max_norm=NORM, **ADAMW)
     else:
-        optimizer = torch.optim.AdamW(trained, fused=True, **_ADAMW)
+        optimizer = torch.optim.AdamW(trained, fused=True, **ADAMW)
     if case.streams:
         import stormtorch as storm
 
@@ -57,11 +57,11 @@ def train(case: Case, model: nn.Module, device: torch.device, known: dict[str, A
         clock.first()
         loss = loss_of(model, rows.batch(case.rows, device))
         loss.backward()
-        if case.method not in UNCLIPPED:
+        if case.method not in (*UNCLIPPED, MASTERED):
             if session is not None:
-                session.clip_grad_norm_(_NORM)
+                session.clip_grad_norm_(NORM)
             else:
-                nn.utils.clip_grad_norm_(trained, _NORM)
+                nn.utils.clip_grad_norm_(trained, NORM)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

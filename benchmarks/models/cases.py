@@ -6,8 +6,9 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-MASTERS = ("resident-masters", "storm", "storm-backward", "fsdp2")  # update in fp32; the others in the weights' dtype
-RESIDENT = ("resident", "resident-checkpoint", "resident-masters")
+MASTERED = "resident-masters"  # clips in its optimizer, in fp32
+MASTERS = (MASTERED, "storm", "storm-backward", "fsdp2")  # update in fp32; the others in the weights' dtype
+RESIDENT = ("resident", "resident-checkpoint", MASTERED)
 WARM = {"storm": 12, "storm-backward": 12}  # then STORM waits on until its plans have settled
 UNCLIPPED = ("storm-backward",)  # weights are updated before the norm of all gradients is known
 _TRAINING = (*RESIDENT, "storm", "storm-backward", "fsdp2")

@@ -10,7 +10,8 @@ from benchmarks.masters import MasterAdamW
 from torch import nn
 from transformers import TrainerCallback
 
-from .cases import RESIDENT, UNCLIPPED, Case
+from .by_hand import ADAMW, NORM
+from .cases import MASTERED, RESIDENT, UNCLIPPED, Case
 from .clock import Clock
 from .trainers import make
 from .work import Rows
@@ -42,12 +43,12 @@ def train(case: Case, model: nn.Module, device: torch.device, known: dict[str, A
     )
     steps = Clock.most_steps(case.warm, case.steps)
     optimizer = None
-    if case.method == "resident-masters":
-        optimizer = MasterAdamW(model.to(device).parameters(), lr=5e-5, weight_decay=0.0)  # the trainer's defaults
+    if case.method == MASTERED:
+        optimizer = MasterAdamW(model.to(device).parameters(), max_norm=NORM, **ADAMW)
     storm: dict[str, Any] | None = {"vram": case.vram} if case.streams else None
     if case.method == "storm-backward":
         storm = {"vram": case.vram, "step": "backward"}
-    arguments: dict[str, Any] = {"max_grad_norm": 0.0} if case.method in UNCLIPPED else {}
+    arguments: dict[str, Any] = {"max_grad_norm": 0.0} if case.method in (*UNCLIPPED, MASTERED) else {}
     if case.method == "resident-checkpoint":
         arguments |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     with tempfile.TemporaryDirectory(prefix="models-") as output:
