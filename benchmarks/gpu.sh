@@ -7,6 +7,8 @@
 #   busy:MODEL         only the busy time of that, by our report, torch.profiler and NVML        (60 s)
 #   long               one sequence of 65,536 tokens                                  (380 s)
 #   generate           one sequence from 7e9 weights in 6 GiB                         (130 s)
+#   models[:CASE,...]  models of transformers and diffusers, each beside resident and FSDP2; CASE is MODEL[:SHAPE]
+#                      (not timed yet; a model and a shape should take 200 to 300 s: name one or two at a time)
 #   main, sizes        the training table's streamed cases; the same at 32 and 2 sequences   (60 s, 90 s)
 #   activations        the activations table's streamed cases                         (60 s)
 # main, sizes and activations run again in OLD, a checkout of an older commit; ROUNDS times, in turns: two processes that
@@ -61,6 +63,11 @@ run() {
       python3 -m benchmarks.trainer.long --methods checkpoint --limit 90 --warm 5 --steps 4 --commit "$commit" --out "$out/long-checkpoint"
       ;;
     generate) python3 -m benchmarks.inference link storm-no-cudnn storm accelerate --tokens 20 --warm 12 --limit 62 --commit "$commit" --out "$out/generate" ;;
+    models | models:*)
+      words=${1#models}
+      words=${words#:}
+      timeout 580 python3 -m benchmarks.models ${words//,/ } --commit "$commit" --out "$out/table-${1//[:,]/-}"
+      ;;
     main) both main 180 benchmarks.training storm-backward storm-forward+clip --vram 14GiB --steps 10 --limit 60 ;;
     sizes) both large 180 benchmarks.training storm-backward@32 storm-forward@32 --vram 44GiB --steps 5 --limit 80 &&
       both small 90 benchmarks.training storm-backward@2 --vram 14GiB --steps 10 --limit 60 ;;
@@ -71,7 +78,7 @@ run() {
 
 failed=0
 for part in $parts; do
-  log="$out/${part/:/-}.log"
+  log="$out/${part//[:,]/-}.log"
   began=$SECONDS
   (run "$part") > "$log" 2>&1
   status=$?

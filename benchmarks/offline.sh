@@ -2,7 +2,7 @@
 # For a GPU machine that has torch but no network: unpacks, into two git-ignored folders to take along, what the tests
 # need beside torch (.testtools) and what the peers of the benchmarks are (.peers).
 # Usage: benchmarks/offline.sh [PYTHON_VERSION]      (of that machine, x86-64; default 3.12)
-# There: PYTHONPATH=.testtools benchmarks/gpu.sh OUTPUT_FOLDER; benchmarks.training and benchmarks.activations find .peers by themselves.
+# There: PYTHONPATH=.testtools benchmarks/gpu.sh OUTPUT_FOLDER; benchmarks.training, .activations and .models find .peers by themselves.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=${1:-3.12}
@@ -15,6 +15,10 @@ $pip install --no-compile --target .testtools $there --no-deps \
 
 $pip install --no-compile --target .peers $there hjson einops msgpack ninja py-cpuinfo pydantic
 $pip install --no-compile --target .peers $there --no-deps ramtorch==1.11.0 trl==1.16.0 # theirs would bring another torch
+# Of diffusers, the models alone: pipelines are most of it. What it asks for beside them comes without the Hub's client.
+$pip install --no-compile --target .peers $there --no-deps \
+  diffusers==0.42.1 requests urllib3 idna certifi charset-normalizer importlib_metadata zipp
+rm -rf .peers/diffusers/modular_pipelines .peers/diffusers/pipelines/*/
 # DeepSpeed is published as source alone. Its Python part is all that is needed: it compiles what it uses.
 sources=$(mktemp -d)
 trap 'rm -rf "$sources"' EXIT

@@ -41,7 +41,7 @@ def _row(case: Case, file: Path, trace: Path | None) -> Row:
             put_on_path()
         except FileNotFoundError as error:
             return Row(result=Result(case=case, failed=str(error)))
-    from benchmarks.training.isolation import ready_file
+    from benchmarks.watched import ready_file
 
     from .measure import measure
 

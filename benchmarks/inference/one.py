@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.finetune.weights import SHAPES
+from benchmarks.models.build import build
 from torch import nn
 
 from stormtorch.core.tags import Tag
 
-_COMMON: dict[str, Any] = {"vocab_size": 32768, "max_position_embeddings": 32768, "tie_word_embeddings": False}
-_TINY: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 40, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
 _FEW = 4  # tokens of accelerate that are measured: each takes seconds
 
 
@@ -28,7 +23,7 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
         return {"bytes_per_s": _link(device)}
     if case.endswith("-no-cudnn"):
         torch.backends.cuda.enable_cudnn_sdp(False)
-    model = build(options.size, device)
+    model = _built(options.size)
     found: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "weight_bytes": sum(p.nbytes for p in model.parameters()),
@@ -42,12 +37,18 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
     began_s = time.perf_counter()
     if case.startswith("storm"):
         return found | _storm(model, device, options, rss, began_s)
-    from accelerate import cpu_offload  # type: ignore[import-untyped]
+    if case == "resident":
+        model.to(device)
+        warm, tokens = options.warm, options.tokens
+    else:
+        from accelerate import cpu_offload  # type: ignore[import-untyped]
 
-    cpu_offload(model, execution_device=device)
+        cpu_offload(model, execution_device=device)
+        warm = min(2, options.warm)
+        tokens = warm + _FEW
     found |= {"setup_s": time.perf_counter() - began_s, "setup_rss_bytes": _status("VmHWM:") - rss}
-    clock = Clock(device, min(2, options.warm))
-    answer = _generate(model, device, options.prompt, min(2, options.warm) + _FEW, clock)
+    clock = Clock(device, warm)
+    answer = _generate(model, device, options.prompt, tokens, clock)
     return found | {"token_s": clock.token_s, "tokens": answer, "peak_bytes": clock.peak_bytes}
 
 
@@ -77,28 +78,9 @@ def _storm(
         }
 
 
-def build(size: str, device: torch.device) -> nn.Module:
-    """Random weights, made on the GPU where there is one: a CPU takes minutes for 7e9."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    shape = _TINY if size == "tiny" else {**_COMMON, **SHAPES[size]}
-    config = LlamaConfig(**shape, dtype="float32" if size == "tiny" else "bfloat16")
-    dtype = torch.float32 if size == "tiny" else torch.bfloat16
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    generator = torch.Generator(device).manual_seed(0)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            made = torch.ones(parameter.shape, dtype=dtype)
-            if parameter.dim() > 1:
-                made = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(std=0.02, generator=generator)
-            module._parameters[name] = nn.Parameter(made.cpu(), requires_grad=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its buffers are made of the config
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return model.eval()  # type: ignore[no-any-return]
+def _built(size: str) -> nn.Module:
+    name, dtype = ("tiny-deep", torch.float32) if size == "tiny" else (f"llama-{size}", torch.bfloat16)
+    return build(name, dtype=dtype).eval()
 
 
 class Clock:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import commit, machine
+from benchmarks.models.build import known
 
-from .models import known
 from .rounds import Method, outcomes
 
 _GRID = ("llama-2b", "qwen-1b", "moe-2b")

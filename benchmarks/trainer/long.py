@@ -70,11 +70,10 @@ def _last_json(said: str) -> dict[str, Any]:
 
 def _measured(method: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
+    from benchmarks.models.build import CONFIGS, build, parameters_of
 
     import stormtorch as storm
     from stormtorch.core.tags import Tag, Tier
-
-    from .models import CONFIGS, build, parameters_of
 
     model: Any = build(options.model, dtype=torch.bfloat16)
     model.config.use_cache = False

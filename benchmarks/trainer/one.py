@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from benchmarks.models.build import CONFIGS, build
+from benchmarks.models.trainers import make
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from stormtorch.integrations.huggingface import StormTrainer
 from stormtorch.observe.recorder import Mark
 from stormtorch.observe.report import gpu_time
 
-from .models import CONFIGS, build
 from .profiled import Profile, look
 
 # What a user writes beside the trainer's defaults. "plain" and "plain-checkpoint" are the trainer of transformers, all
@@ -150,26 +150,18 @@ def trainer_of(
     """A trainer with its defaults. ``storm``: settings beside the budget; None: the trainer of transformers."""
     vocabulary = CONFIGS[options.model][1]["vocab_size"]
     rows = torch.randint(vocabulary, (64, options.sequence), generator=torch.Generator().manual_seed(0))
-    arguments = TrainingArguments(
-        output_dir=options.output,
-        per_device_train_batch_size=options.batch,
-        max_steps=steps,
-        gradient_checkpointing=checkpointing,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        use_cpu=not torch.cuda.is_available(),
-        disable_tqdm=True,
-    )
-    settings: dict[str, Any] = {
-        "model": model,
-        "args": arguments,
-        "train_dataset": [{"input_ids": row, "labels": row} for row in rows],
-        "callbacks": [callback],
-    }
     inner: Any = model
     inner.gradient_checkpointing_disable()
-    return Trainer(**settings) if storm is None else StormTrainer(**settings, storm={"vram": options.vram, **storm})
+    return make(
+        model,
+        [{"input_ids": row, "labels": row} for row in rows],
+        options.output,
+        batch=options.batch,
+        steps=steps,
+        storm=None if storm is None else {"vram": options.vram, **storm},
+        gradient_checkpointing=checkpointing,
+        callbacks=[callback],
+    )
 
 
 def measured(model: nn.Module, method: str, options: argparse.Namespace) -> Outcome:

@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import ROOT, commit, machine
-
-from .models import CONFIGS, known
+from benchmarks.models.build import CONFIGS, known
 
 _GRID = ("llama-2b", "qwen-1b", "moe-2b")
 _SHAPES, _BUDGETS = ("8x1024", "4x2048"), ("12GiB", "24GiB")
@@ -136,8 +135,7 @@ def _host(turns: list[dict[str, float]]) -> str:
 
 def _measure(options: argparse.Namespace) -> int:
     import torch
-
-    from .models import build
+    from benchmarks.models.build import build
 
     model = build(options.one, dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory() as output:

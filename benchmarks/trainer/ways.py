@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import torch
+from benchmarks.models.settled import is_settled, planning_of
 from transformers import TrainerCallback
 
 from stormtorch.streams.activations.plans.plan import ActivationPlan, recompute
@@ -52,7 +53,7 @@ class Ways(TrainerCallback):
             return
         self._marks.append(mark())
         if self._ends_at is None:
-            if step >= self._warm and (self._is_settled() or step >= self._most_warm):
+            if step >= self._warm and (is_settled(self.trainer.session) or step >= self._most_warm):
                 self._begin()
                 self._next(step)
         elif step == self._ends_at:
@@ -66,12 +67,7 @@ class Ways(TrainerCallback):
             control.should_training_stop = True
 
     def _planning(self) -> Any:
-        saving = self.trainer.session.saving
-        return None if saving is None else saving.planning  # None: the device does not count
-
-    def _is_settled(self) -> bool:
-        planning = self._planning()
-        return planning is None or (planning.comparisons > 0 and planning._comparison is None)
+        return planning_of(self.trainer.session)
 
     def _begin(self) -> None:
         """Note the plans, and let STORM compare no more: a comparison would fall into a turn. Take the objects that

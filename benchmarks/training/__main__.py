@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.about import ROOT, commit, machine
+from benchmarks.watched import ready_file
 
 from .cases import FORM, STEPS, Case, parse
-from .isolation import ready_file, run_isolated
+from .isolation import run_isolated
 from .memory import touch_all
 from .packages import NEEDED_BY, put_on_path
 from .results import Result, text_of, write

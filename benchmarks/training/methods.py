@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from benchmarks.masters import MasterAdamW
 from torch import Tensor, nn
 
 from .cases import Case
@@ -58,20 +59,14 @@ class Method:
 def resident(work: Work) -> Training:
     """The ceiling: bf16 weights, fp32 masters and AdamW all on the device."""
     weights = list(work.model.parameters())
-    masters = [nn.Parameter(weight.detach().float()) for weight in weights]
-    optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
+    optimizer = MasterAdamW(weights, **ADAMW)
 
     def step() -> Tensor:
         loss = work.loss()
         loss.backward()
         if work.case.clip:
             nn.utils.clip_grad_norm_(weights, CLIP_NORM)
-        for master, weight in zip(masters, weights, strict=True):
-            assert weight.grad is not None
-            master.grad, weight.grad = weight.grad.float(), None
         optimizer.step()
-        optimizer.zero_grad()
-        torch._foreach_copy_([weight.detach() for weight in weights], [master.detach() for master in masters])
         return loss.detach()
 
     return Training(step=step)

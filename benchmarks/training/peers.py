@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,38 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from .cases import Case
+from .fsdp2 import alone_in_the_world, shard
 from .methods import ADAMW, CLIP_NORM, Method, Training, Work, resident, storm
 from .packages import folder
 from .workload import loss_of
 
 
-def _alone_in_the_world() -> None:
-    """The environment of a process group of one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-
-
 def fsdp2(work: Work) -> Training:
     """``fully_shard`` with fp32 parameters, their gradients and AdamW in RAM, bf16 on the device."""
-    gpu = work.device.type == "cuda"
-    _alone_in_the_world()
-    if gpu:
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=work.device)
-    else:
-        dist.init_process_group("gloo")
-    policies: dict[str, Any] = {
-        "mesh": dist.device_mesh.init_device_mesh(work.device.type, (1,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=work.dtype, reduce_dtype=work.dtype),
-        "offload_policy": CPUOffloadPolicy(pin_memory=gpu),
-    }
     model = work.model
-    for part in (model.embed, *model.layers, [model.norm, model.head], model):
-        fully_shard(part, **policies)
+    shard((model.embed, *model.layers, [model.norm, model.head], model), work.device, work.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
     def step() -> Tensor:
@@ -80,7 +59,7 @@ def _build_cpu_adam(case: Case) -> None:
 
 def ds3(work: Work) -> Training:
     """DeepSpeed ZeRO-3 with parameters and optimizer in RAM."""
-    _alone_in_the_world()
+    alone_in_the_world()
     in_ram = {"device": "cpu", "pin_memory": work.device.type == "cuda"}
     config = {
         "train_micro_batch_size_per_gpu": work.case.micro_batch,

@@ -25,8 +25,8 @@ def test_a_tiny_model_generates_in_every_case(tmp_path: Path) -> None:
     assert "commit: this" in table
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     rows = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
-    assert set(rows) == {"link", "storm", "storm-no-cudnn", "accelerate", "accelerate-no-cudnn"}
-    assert rows["storm"]["tokens"] == rows["accelerate"]["tokens"] != ""
+    assert set(rows) == {"link", "resident", "storm", "storm-no-cudnn", "accelerate", "accelerate-no-cudnn"}
+    assert rows["storm"]["tokens"] == rows["accelerate"]["tokens"] == rows["resident"]["tokens"] != ""
     loaded, absent = (float(rows["storm"][column].split()[0]) for column in ("loaded a token", "not resident"))
     assert loaded == pytest.approx(absent, rel=0.2)  # some of it is on its way when a token is there
     assert float(rows["storm"]["of the link"]) > 0

@@ -1,0 +1,70 @@
+"""Waits for a case's process, and ends it when it takes too long or all of the machine's RAM."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.about import ROOT
+from benchmarks.process import end, start, why_it_ended
+
+from stormtorch.core.sizes import GiB
+from stormtorch.memory.books.limits import host_available_bytes
+
+_POLL_S = 0.1
+_START_LIMIT_S = 120  # imports, the CUDA context, and what a peer compiles at first use
+
+
+@dataclass(frozen=True)
+class Watched:
+    failed: str  # why there is no result; empty where there is one
+    ram_bytes: int  # the most that the machine's free RAM shrank meanwhile
+
+
+def ready_file(file: Path) -> Path:
+    """Beside the result's file: its process creates it when the case's own time begins."""
+    return file.with_suffix(".ready")
+
+
+def watch(
+    command: list[str],
+    file: Path,
+    log: Path,
+    *,
+    title: str,
+    limit_s: float,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+) -> Watched:
+    """Returns when the process has ended; its result is in ``file``. Its output is appended to ``log``.
+
+    ``environment``: variables that it has beside ours."""
+    free = lowest = host_available_bytes()
+    # A machine whose RAM is full may not answer again: stop short of that.
+    floor = min(2 * GiB, free // 20)
+    reason = ""
+    with log.open("a") as output:
+        output.write(f"\n=== {title}\n")
+        output.flush()
+        start_s, ready, left_s = time.monotonic(), False, float(_START_LIMIT_S)
+        process = start(command, cwd=cwd, output=output, environment=environment)
+        try:
+            while not reason:
+                try:
+                    process.wait(timeout=_POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    lowest = min(lowest, host_available_bytes())
+                if lowest < floor:
+                    reason = f"out of RAM: stopped when {lowest / GiB:.1f} GiB were left"
+                elif not ready and ready_file(file).exists():
+                    start_s, ready, left_s = time.monotonic(), True, limit_s
+                elif time.monotonic() > start_s + left_s:
+                    reason = f"stopped {'' if ready else 'before it was ready, '}after {left_s:g} s"
+        finally:
+            code = end(process)
+    failed = "" if file.exists() else reason or why_it_ended(code, log)
+    return Watched(failed=failed, ram_bytes=free - lowest)
