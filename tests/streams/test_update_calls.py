@@ -29,24 +29,31 @@ def test_a_unit_has_one_call_for_each_group_and_checks_its_tensors_once(
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
-    calls: list[Any] = []
-    made: list[Any] = []
+    counted = {"calls": 0, "checks": 0}
     submit, check = Worker.submit, AdamTensors.__post_init__
-    monkeypatch.setattr(Worker, "submit", lambda *args, **kwargs: (calls.append(1), submit(*args, **kwargs))[1])
-    monkeypatch.setattr(AdamTensors, "__post_init__", lambda self: (made.append(1), check(self))[1])
+
+    def counting_submit(*args: Any, **kwargs: Any) -> int:
+        counted["calls"] += 1
+        return submit(*args, **kwargs)
+
+    def counting_check(tensors: AdamTensors) -> None:
+        counted["checks"] += 1
+        check(tensors)
+
+    monkeypatch.setattr(Worker, "submit", counting_submit)
+    monkeypatch.setattr(AdamTensors, "__post_init__", counting_check)
     session = storm.stream(model, optimizer, vram="1MiB", device="cpu", step="forward")
     units = len(session.units)
     x = torch.randn(4, 32)
     counts = []
     for _ in range(4):
-        calls.clear()
-        made.clear()
+        counted.update(calls=0, checks=0)
         model(x).square().mean().backward()
         if clip:
             session.clip_grad_norm_(1e-3)
         optimizer.step()
         optimizer.zero_grad()
-        counts.append((len(calls), len(made)))
+        counts.append((counted["calls"], counted["checks"]))
     session.close()
     assert units >= 1
     assert counts[0] == (2 * units, 2 * units)
