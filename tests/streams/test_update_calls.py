@@ -24,7 +24,7 @@ def test_a_unit_has_one_call_for_each_group_and_checks_its_tensors_once(
         return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
 
     model = nn.Sequential(*(block() for _ in range(3)))
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
