@@ -25,6 +25,7 @@ from ..streams.units.placement import growth
 
 _GROW_AT = (2, 4)  # steps after which the peak of activations is known
 _INWARD = ("load", "aside")
+_STALL = "buckets"  # the cause of compute's waits when gradients have no room
 _OF_UPDATES = ("updates", "states")  # causes of compute's waits when the optimizer is late
 _SHARE_AT = (2, 3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided again
 
@@ -155,7 +156,7 @@ class Tuning:
     def _grow(self, gradients: GradientStream, wished_bytes: int, meter: DeviceMeter) -> None:
         """Give the pool the part of the budget that activations have left."""
         self._is_measured = True
-        wide = any(home.wide is not None for home in gradients.homes)
+        wide = gradients.memory.has_wide
         grown = growth(
             self._placement,
             pool_bytes=self.pool.capacity_bytes - self._state_bytes,
@@ -234,6 +235,7 @@ class Tuning:
             load_bytes_per_s=min(loads, states_in) if states_in else loads,  # states share RAM with the CPU
             cpu_busy_s=busy_s / steps,
             step_s=(ends[-1] - ends[-1 - between]) / between,
+            stalled_s=(totals.waits_s.get(_STALL, 0.0) - past_totals.waits_s.get(_STALL, 0.0)) / max(1, steps),
         )
         share, reason = device_share(
             rates,

@@ -36,8 +36,7 @@ class UserGradients:
                 return self._with_graph(home, place, real)
             self.fold(place)
         if place.index in home.consumed_places:
-            assert home.own is not None
-            return home_view(place.gradient(home.own, wide=False), access, place, "grad")
+            return home_view(home.memory.spent(place), access, place, "grad")
         if place.index not in home.present:
             return None
         given = home.given.get(place.index)
@@ -162,7 +161,7 @@ class UserGradients:
 
     def _write(self, home: GradHome, place: Place, value: torch.Tensor, *, add: bool) -> None:
         """Write ``value`` to home memory from the host."""
-        self._gradients.ensure_own()
+        self._gradients.memory.prepare()
         home.join()
         self._schedule.updater.join(home.unit)
         with torch.no_grad():
@@ -181,7 +180,7 @@ class UserGradients:
 
     def _widen(self, home: GradHome) -> None:
         """Convert own gradients to wide ones, on the host."""
-        self._gradients.ensure_wide(home)
+        home.memory.wide(home.unit)
         self._let_go_of_views(home, list(home.given))
         old = {index: home.view(home.unit.places[index]) for index in home.present}
         home.is_wide = True
