@@ -236,6 +236,15 @@ def test_a_home_for_which_ram_has_no_room_is_refused_in_words() -> None:
         with pytest.raises(storm.OutOfBudget, match=r"Cannot keep the gradients of .* in RAM .*These remain"):
             parameter.grad = torch.ones_like(parameter)
         assert parameter.grad is None
+        hook = parameter.register_hook(lambda grad: grad * 2)
+        cross_entropy(model, tokens(0)).backward()
+        hook.remove()
+        for _ in range(2):
+            with pytest.raises(storm.OutOfBudget, match="their parameters have hooks"):
+                optimizer.step()
+        with pytest.raises(storm.StormError, match="half-done"):
+            optimizer.zero_grad()
+        optimizer.zero_grad()
         cross_entropy(model, tokens(0)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -155,6 +155,7 @@ class GradHome:
         kept, self.present, self.norms = (self.present, self.norms), set(), {}
         with contextlib.suppress(StormError):
             self.join()
+            self.gate.join()  # an earlier update may still read that home
             self.memory.own(self.unit).copy_(passing)
             self.present, self.norms = kept
 

@@ -109,6 +109,7 @@ class UserGradients:
             self._drop(home, place)
             set_real_grad(place, None if value is None else value.to("cpu"))
             return
+        home.home_bytes()  # raises if there is no room for it, before anything is dropped
         set_real_grad(place, None)
         if place.index in home.present - home.consumed_places and _is_same(value, home.view(place)):
             value._storm_whole = True  # type: ignore[attr-defined]
@@ -137,10 +138,12 @@ class UserGradients:
         real = real_grad(place)
         if real is None or not place.trained or self._is_sparse(place):
             return
-        set_real_grad(place, None)
         home = self._gradients.homes[place.unit.index]
         if place.index in home.consumed_places:
+            set_real_grad(place, None)
             raise used_up(place.name)
+        home.home_bytes()  # raises if there is no room for it, while the gradient is in the slot
+        set_real_grad(place, None)
         self._schedule.updater.apply_factor()
         self._write(home, place, real.detach(), add=place.index in home.present)
 
