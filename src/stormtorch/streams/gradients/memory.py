@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...core.errors import OutOfBudget
-from ...memory.host.arena import HostArena
+from ...memory.host.arena import HostArena, untouched
 from ...memory.lanes.lane import Lane
 from ..units.unit import Place, Unit
 from ..weights.residency import HomeGate
@@ -30,7 +30,7 @@ class GradMemory:
         self._units, self._take, self._regions = units, take, regions
         self._own: dict[int, torch.Tensor] = {}  # by unit
         self._wide: dict[int, torch.Tensor] = {}
-        self._spent = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._spent = untouched(0)
 
     def prepare(self) -> None:
         """Take what is certain to be needed, if it has not been taken yet."""
@@ -67,9 +67,7 @@ class GradMemory:
     def spent(self, place: Place) -> torch.Tensor:
         """A tensor of the form of a gradient that an update in backward has used; its values are never read."""
         if self._spent.nbytes < place.unit.grad_bytes:
-            # Bytes that nobody touches take no RAM. A storage, because torch may be told to fill new tensors.
-            storage = torch.UntypedStorage(max(unit.grad_bytes for unit in self._units), device="cpu")
-            self._spent = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            self._spent = untouched(max(unit.grad_bytes for unit in self._units))
         return place.gradient(self._spent, wide=False)
 
     def forget(self) -> None:
@@ -84,7 +82,7 @@ class GradRing(GradMemory):
     def __init__(self, units: Sequence[Unit], take: Take, ring_bytes: int) -> None:
         super().__init__(units, take, ())
         self._ring_bytes = ring_bytes
-        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._ring = untouched(0)
         self._end = 0  # of the part lent last, counted on from turn to turn
         self._lent: deque[tuple[int, HomeGate]] = deque()  # parts of the latest turn: their start, and who reads them
 
@@ -129,4 +127,4 @@ class GradRing(GradMemory):
     def forget(self) -> None:
         super().forget()
         self._lent.clear()
-        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._ring = untouched(0)
