@@ -115,6 +115,8 @@ def check(session: Session) -> None:
         Tag.GRADIENTS: [unit.gradients.bytes for unit in plan.units if unit.gradients],
         Tag.OPTIMIZER: [unit.states.bytes for unit in plan.units if unit.states],
     }.items():
+        if tag is Tag.GRADIENTS and plan.gradients is not None:
+            sizes.append(plan.gradients.ring_bytes)
         assert sum(sizes) <= ledger.used_bytes(Tier.HOST, tag) < sum(sizes) + PAGE * (1 + len(sizes)), tag
     resident = {number for number, unit in enumerate(plan.units) if unit.weights.resident}
     if parts.schedule.witness is not None and resident:

@@ -8,9 +8,16 @@ from stormtorch.streams.optimizer.shares import Rates, device_share
 
 
 def share(
-    mode: str, *, cpu: float = 4e9, link: float = 50e9, busy: float = 0.5, step: float = 1.0, now: float = 0.0
+    mode: str,
+    *,
+    cpu: float = 4e9,
+    link: float = 50e9,
+    busy: float = 0.5,
+    step: float = 1.0,
+    stalled: float | None = None,
+    now: float = 0.0,
 ) -> float:
-    rates = Rates(cpu_elements_per_s=cpu, load_bytes_per_s=link, cpu_busy_s=busy, step_s=step)
+    rates = Rates(cpu_elements_per_s=cpu, load_bytes_per_s=link, cpu_busy_s=busy, step_s=step, stalled_s=stalled)
     part, reason = device_share(rates, mode=mode, share=now, weight_bytes=2, state_bytes=12)
     assert f"{part:.0%}" in reason
     return part
@@ -28,6 +35,20 @@ def test_in_backward_the_cpu_does_what_fits_into_a_step() -> None:
     part = share("backward", busy=1.6)
     assert (1 - part) * 1.6 == pytest.approx(0.8)
     assert share("backward", busy=0.8, now=0.5) == pytest.approx(0.5)
+
+
+def test_with_a_ring_the_cpu_does_what_fits_into_backward() -> None:
+    assert share("backward", busy=0.5, stalled=0.0) == 0
+    part = share("backward", busy=1.6, stalled=0.0)
+    assert (1 - part) * 1.6 == pytest.approx(0.8 * 2 / 3)
+    assert share("backward", busy=0.8 * 2 / 3, now=0.5, stalled=0.0) == pytest.approx(0.5)
+
+
+def test_the_time_in_which_backward_waited_for_the_cpu_is_not_the_cpus() -> None:
+    """Else a CPU that holds backward up would seem to have time: the step is longer for it."""
+    part = share("backward", busy=1.2, step=0.8, stalled=0.0)
+    assert part > 0.5
+    assert share("backward", busy=1.2, step=1.5, stalled=0.7) == pytest.approx(part)
 
 
 def test_nothing_changes_before_something_was_measured() -> None:

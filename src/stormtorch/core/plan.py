@@ -16,7 +16,7 @@ from .errors import SettingError
 from .sizes import format_bytes, round_down
 from .tags import Tier
 
-VERSION = 1
+VERSION = 2
 _GRAIN = 512  # pools grow by whole grains
 _GROUPS = 6  # of units that are alike, in the printed page
 
@@ -87,7 +87,8 @@ class Division(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The weights, gradients or states of a unit. ``resident``: they have permanent room on the device too."""
+    """The weights, gradients or states of a unit. ``bytes``: of their home. ``resident``: they have permanent room on
+    the device too."""
 
     bytes: int
     home: Tier
@@ -96,7 +97,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """Where a unit lies. ``gradients``: None if it is frozen. ``states``: None if it has none, or torch keeps them."""
+    """Where a unit lies. ``gradients``: None if it is frozen; without bytes if they only pass through the ring.
+    ``states``: None if it has none, or torch keeps them."""
 
     name: str
     weights: Part
@@ -105,6 +107,16 @@ class UnitPlan:
 
     def _parts(self) -> dict[str, Part]:
         return {name: part for name, part in vars(self).items() if isinstance(part, Part)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRing(Choice):
+    """RAM through which the gradients of all units pass to their updates."""
+
+    ring_bytes: int
+
+    def __str__(self) -> str:
+        return f"through a ring of {format_bytes(self.ring_bytes)} in RAM: {self._because()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +173,7 @@ class Plan:
     pool: Placement
     division: Division
     units: tuple[UnitPlan, ...]
+    gradients: GradientRing | None  # None: they remain until the step, in homes of their units
     step: StepMode | None  # None: there is no optimizer
     optimizer: OptimizerShare | None
     activations: Activations
@@ -185,6 +198,7 @@ class Plan:
     def __str__(self) -> str:
         rows: list[tuple[str, object]] = [("vram", self.vram), ("ram", self.ram), ("pool", self.pool)]
         rows += [("units", f"{len(self.units)}, {self.division}"), *(("", line) for line in _grouped(self.units))]
+        rows += [("gradients", self.gradients)]
         rows += [("step", self.step), ("optimizer", self.optimizer), ("activations", self.activations)]
         return "\n".join(f"{name:<12}{row}" for name, row in rows if row is not None)
 
@@ -198,7 +212,7 @@ def _grouped(units: Iterable[UnitPlan]) -> list[str]:
     ordered = sorted(groups.values(), key=lambda group: -sum(unit.weights.bytes for unit in group))
     for group in ordered[:_GROUPS]:
         parts = group[0]._parts()
-        sizes = ", ".join(f"{name} {format_bytes(part.bytes)}" for name, part in parts.items())
+        sizes = ", ".join(f"{name} {format_bytes(part.bytes)}" for name, part in parts.items() if part.bytes)
         resident = " and ".join(name for name, part in parts.items() if part.resident)
         name = (f"{len(group)} like " if len(group) > 1 else "") + " ".join(group[0].name.split())
         homes = " and ".join(sorted({part.home.value for part in parts.values()}))

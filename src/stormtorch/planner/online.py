@@ -25,6 +25,7 @@ from ..streams.units.placement import growth
 
 _GROW_AT = (2, 4)  # steps after which the peak of activations is known
 _INWARD = ("load", "aside")
+_STALL = "buckets"  # the cause of compute's waits when gradients have no room
 _OF_UPDATES = ("updates", "states")  # causes of compute's waits when the optimizer is late
 _SHARE_AT = (2, 3, 5, 8, 12, 20, 50)  # steps after which the optimizer's work is divided again
 
@@ -129,7 +130,7 @@ class Tuning:
             return  # without a meter, the device is RAM as well, with the same cores
         if is_due and not self._share_is_fixed:
             if self._travels:
-                self._choose_share()
+                self._choose_share(in_ring=gradients.memory.is_ring)
             else:
                 reason = "on the CPU: its states could not be page-locked"
                 self._share_choice = Choice(reason=reason, origin=Origin.MEASURED)
@@ -155,7 +156,7 @@ class Tuning:
     def _grow(self, gradients: GradientStream, wished_bytes: int, meter: DeviceMeter) -> None:
         """Give the pool the part of the budget that activations have left."""
         self._is_measured = True
-        wide = any(home.wide is not None for home in gradients.homes)
+        wide = gradients.memory.has_wide
         grown = growth(
             self._placement,
             pool_bytes=self.pool.capacity_bytes - self._state_bytes,
@@ -212,8 +213,8 @@ class Tuning:
             origin=choice.origin,
         )
 
-    def _choose_share(self) -> None:
-        """Choose again how much of the optimizer's work the device does."""
+    def _choose_share(self, *, in_ring: bool) -> None:
+        """Choose again how much of the optimizer's work the device does. ``in_ring``: gradients pass through one."""
         assert self._worker is not None
         there = self._updater.there
         if there.gave_way:
@@ -229,11 +230,13 @@ class Tuning:
         units = self._partition.units
         count = max(1, sum(unit.state_count for unit in units))
         states = sum(8 * unit.state_count + unit.master_bytes + unit.grad_bytes for unit in units)
+        stalled_s = totals.waits_s.get(_STALL, 0.0) - past_totals.waits_s.get(_STALL, 0.0)
         rates = Rates(
             cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
             load_bytes_per_s=min(loads, states_in) if states_in else loads,  # states share RAM with the CPU
             cpu_busy_s=busy_s / steps,
             step_s=(ends[-1] - ends[-1 - between]) / between,
+            stalled_s=stalled_s / max(1, steps) if in_ring else None,
         )
         share, reason = device_share(
             rates,

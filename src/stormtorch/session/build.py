@@ -7,7 +7,7 @@ ordinary again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from ..streams.activations.plans.room import Surroundings
 from ..streams.activations.runner import Saving
 from ..streams.bridge.ranks import refuse_ranks, refuse_wrapped
 from ..streams.gradients.home import GradHome
+from ..streams.gradients.memory import GradMemory, GradRing
 from ..streams.gradients.stream import GradientStream
 from ..streams.home.meta import Exchange, give_substance
 from ..streams.model.access import UserAccess
@@ -183,13 +184,13 @@ def _open_streams(
         enlarge=tuning.enlarge,
     )
     parameters = ParameterStream(residency, lanes=ground.lanes, sink=ground.recorder, serial=serial)
+    memory = _open_memory(ground)
     gradients = GradientStream(
-        [GradHome(r.unit, next(flags), ground.lanes, r.gate) for r in residency.residences],
+        [GradHome(r.unit, next(flags), ground.lanes, r.gate, memory) for r in residency.residences],
         lanes=ground.lanes,
         residency=residency,
         waits=ground.waits,
-        make_own=lambda: _grads(ground, ground.homes.gradients, [unit.grad_bytes for unit in ground.units]),
-        make_wide=lambda unit: _grads(ground, unit.wide_bytes, [unit.wide_bytes])[0],
+        memory=memory,
         serial=serial,
         poison=ground.poison,
     )
@@ -198,11 +199,17 @@ def _open_streams(
     return parameters, gradients
 
 
-def _grads(ground: Ground, capacity: int | list[int], sizes: list[int]) -> list[torch.Tensor]:
-    """Home memory for gradients, taken when it is needed; ends late: the model takes over its contents."""
-    arena = ground.arena(capacity, Tag.GRADIENTS)
-    ground.endings.after_others(arena.close)
-    return [arena.tensor((size,), torch.uint8) for size in sizes]
+def _open_memory(ground: Ground) -> GradMemory:
+    """RAM for gradients, taken when it is needed; ends late: the model takes over its contents."""
+
+    def take(capacity: int | Sequence[int]) -> HostArena:
+        arena = ground.arena(capacity, Tag.GRADIENTS)
+        ground.endings.after_others(arena.close)
+        return arena
+
+    if ground.homes.ring_bytes:
+        return GradRing(ground.units, take, ground.homes.ring_bytes)
+    return GradMemory(ground.units, take, ground.homes.gradients)
 
 
 def _arrange(

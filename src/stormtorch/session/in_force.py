@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.plan import Activations, Limit, OptimizerShare, Origin, Part, Plan, UnitPlan
+from ..core.plan import Activations, GradientRing, Limit, OptimizerShare, Origin, Part, Plan, UnitPlan
 from ..core.tags import Tier
 from ..memory.books.ledger import Ledger
 from ..streams.settings import Settings
@@ -24,6 +24,7 @@ def plan_in_force(parts: Parts, settings: Settings) -> Plan:
         pool=pool,
         division=division(vram.limit_bytes, left_bytes=sum(left.nbytes for left in ground.partition.left)),
         units=_units(parts, all_resident=pool.is_whole),
+        gradients=_gradients(parts, settings),
         step=None if parts.optimizer is None else settings.step_mode,
         optimizer=_optimizer(parts),
         activations=_activations(parts, settings),
@@ -40,20 +41,25 @@ def _limit(ledger: Ledger, tier: Tier) -> Limit:
 
 
 def _units(parts: Parts, *, all_resident: bool) -> tuple[UnitPlan, ...]:
-    updater, homes = parts.schedule.updater, parts.schedule.gradients.homes
+    updater, memory = parts.schedule.updater, parts.schedule.gradients.memory
     kept, weights_kept = updater.there.kept_units, parts.parameters.residency.kept
 
     def planned(unit: Unit) -> UnitPlan:
         index, states = unit.index, 8 * unit.state_count + unit.master_bytes
-        added = unit.wide_bytes if homes[index].wide is not None else 0
         return UnitPlan(
             name=unit.name,
             weights=_part(unit.image_bytes, all_resident or index in weights_kept),
-            gradients=_part(unit.grad_bytes + added, index in kept) if unit.trained else None,
+            gradients=_part(memory.home_bytes_of(unit), index in kept) if unit.trained else None,
             states=_part(states, index in kept) if unit.trained and updater.keeps_states else None,
         )
 
     return tuple(map(planned, parts.ground.units))
+
+
+def _gradients(parts: Parts, settings: Settings) -> GradientRing | None:
+    mode, ring_bytes = settings.step_mode, parts.ground.homes.ring_bytes
+    why = f"RAM has no room for all of them, and {mode.reason} needs a unit's until its update, which follows at once"
+    return GradientRing(ring_bytes=ring_bytes, reason=why, origin=Origin.PLANNED) if ring_bytes else None
 
 
 def _part(size: int, resident: bool) -> Part:

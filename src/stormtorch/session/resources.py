@@ -130,7 +130,8 @@ def outline(
             f'step="backward" needs an optimizer of torch.optim that updates each parameter by itself; '
             f'{type(optimizer).__name__} is not known to do so. Use step="forward".'
         )
-    homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam)
+    in_backward = settings.step_mode.mode == "backward"
+    homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam, in_backward=in_backward)
     return Outline(device=device, ledger=ledger, partition=found, placement=placement, homes=homes, meter=meter)
 
 

@@ -242,6 +242,12 @@ class HostArena:
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
+def untouched(size: int) -> torch.Tensor:
+    """``size`` bytes that stand for a shape: as long as nobody touches them, they take no RAM, and none is charged."""
+    # A storage, because torch may be told to fill new tensors.
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(torch.UntypedStorage(size, device="cpu"))
+
+
 def _whole_regions(capacity_bytes: int) -> list[int]:
     whole, rest = divmod(round_up(capacity_bytes, PAGE), _REGION_LIMIT)
     return [_REGION_LIMIT] * whole + [rest]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...core.errors import StormError
 from ...core.tags import Tag
 from ...memory.lanes.build import Lanes
 from ...memory.lanes.flags import Flag
@@ -17,16 +19,18 @@ from ..home.fetch import Token
 from ..home.parameter import HomeView, move_views
 from ..units.unit import Place, Unit
 from ..weights.residency import HomeGate
+from .memory import GradMemory
 
 
 class GradState(enum.Enum):
-    """Where a unit's gradients are, and what they occupy. Home buffers remain taken in every state."""
+    """Where a unit's gradients are, and what they occupy. Homes that have been taken remain taken in every state."""
 
-    NONE = "none"  # nothing: home buffers hold garbage, or a store that is no longer wanted
+    NONE = "none"  # nothing: homes hold garbage, or a store that is no longer wanted
     USED = "used"  # nothing: an update in backward has used them, and none came since
-    ON_DEVICE = "on device"  # a bucket of the pool, or the unit's kept memory there; home buffers hold garbage
-    AT_HOME = "at home"  # ``own``, in the parameters' dtypes; until ``stored``, also the bucket
-    WIDE = "wide"  # ``wide``, in fp32; until ``stored``, also the bucket
+    ON_DEVICE = "on device"  # a bucket of the pool, or the unit's kept memory there; homes hold garbage
+    PASSING = "passing"  # a part of the ring, until the update that follows at once; until ``stored``, also the bucket
+    AT_HOME = "at home"  # the unit's own home, in the parameters' dtypes; until ``stored``, also the bucket
+    WIDE = "wide"  # the unit's home in fp32; until ``stored``, also the bucket
 
 
 @dataclass(eq=False)
@@ -45,8 +49,8 @@ class GradHome:
     arrived: Flag
     lanes: Lanes
     gate: HomeGate  # of its unit: an update may still read the gradients at home
-    own: torch.Tensor | None = None
-    wide: torch.Tensor | None = None
+    memory: GradMemory  # of all units
+    passing: torch.Tensor | None = None  # the part of the ring where the gradients are
     is_wide: bool = False  # their form, on the device and at home
     present: set[int] = field(default_factory=set)  # indices of places
     # Places whose gradients an update in backward has used since they were last dropped: user code must not read those.
@@ -71,6 +75,8 @@ class GradHome:
     def state(self) -> GradState:
         if self.there is not None:
             return GradState.ON_DEVICE
+        if self.passing is not None:
+            return GradState.PASSING
         if self.present:
             return GradState.WIDE if self.is_wide else GradState.AT_HOME
         return GradState.USED if self.consumed else GradState.NONE
@@ -80,10 +86,10 @@ class GradHome:
         return self.home_bytes() if self.there is None else self.there
 
     def home_bytes(self) -> torch.Tensor:
-        """The buffer at home of their form; call ``join`` before reading it."""
-        found = self.wide if self.is_wide else self.own
-        assert found is not None
-        return found
+        """The bytes in RAM for their form; call ``join`` before reading them."""
+        if self.passing is not None:
+            return self.passing
+        return self.memory.wide(self.unit) if self.is_wide else self.memory.own(self.unit)
 
     def view(self, place: Place) -> torch.Tensor:
         """The parameter's gradient in home memory; call ``join`` before reading it."""
@@ -115,17 +121,43 @@ class GradHome:
             return False
         return any(t.passed == -1 and not (t.made_in_backward or t.idle) for t in self.tokens)
 
-    def bring(self) -> None:
-        """Store gradients that are on the device to home memory."""
-        target, store = self.home_bytes(), self.lanes.store
+    def bring(self, *, passing: bool = False) -> None:
+        """Store gradients that are on the device to home memory; ``passing``: to the ring, because an update follows at
+        once."""
+        store = self.lanes.store
         assert self.there is not None
         assert self.ready is not None
-        self.gate.hold(store)  # the worker may still read the gradients of the step before
+        if passing:
+            target = self.memory.lend(self.unit, self.gate, store)
+        else:
+            target = self.home_bytes()
+            self.gate.hold(store)  # the worker may still read the gradients of the step before
         store.wait(self.ready)
         store.copy(target, self.there, Tag.GRADIENTS, self.unit.index)
         self.arrivals += 1
         store.write_flag(self.arrived, self.arrivals)
-        self.stored, self.there = store.record(), None
+        self.stored, self.there, self.passing = store.record(), None, target if passing else None
+
+    def use_up(self) -> None:
+        """Note that an update in backward has taken the gradients; it may still read them, until ``gate``."""
+        self.consumed_places |= self.present
+        self.present.clear()
+        self.given.clear()
+        self.norms.clear()
+        self.passing = None
+
+    def leave_ring(self) -> None:
+        """Bring gradients that an update has failed to take to the unit's own home. They are lost if RAM has no room
+        for that, or they never arrived."""
+        passing, self.passing = self.passing, None
+        if passing is None:
+            return
+        kept, self.present, self.norms = (self.present, self.norms), set(), {}
+        with contextlib.suppress(StormError):
+            self.join()
+            self.gate.join()  # an earlier update may still read that home
+            self.memory.own(self.unit).copy_(passing)
+            self.present, self.norms = kept
 
     def join(self) -> None:
         """Block until the gradients are at home."""

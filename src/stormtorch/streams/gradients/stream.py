@@ -22,10 +22,11 @@ from ..bridge.lock import locked
 from ..bridge.torch_private import current_pass
 from ..home.fetch import Token
 from ..home.torch_grad import reception
-from ..units.unit import Place, Unit
+from ..units.unit import Place
 from ..weights.residency import Residency
 from .buckets import Buckets
 from .home import GradHome, GradState, Partial
+from .memory import GradMemory
 
 
 class GradientStream:
@@ -38,15 +39,12 @@ class GradientStream:
         lanes: Lanes,
         residency: Residency,
         waits: WaitMeter,
-        make_own: Callable[[], list[torch.Tensor]],
-        make_wide: Callable[[Unit], torch.Tensor],
+        memory: GradMemory,
         serial: bool,
         poison: Lane | None,
     ) -> None:
-        """``make_own`` gives the home buffers when the first gradient comes, ``make_wide`` gives an fp32 one on
-        demand."""
         self.homes, self._lanes, self._residency, self._waits = homes, lanes, residency, waits
-        self._make_own, self._make_wide, self._serial = make_own, make_wide, serial
+        self.memory, self._serial = memory, serial
         self.has_added = False  # whether a gradient was added to that of an earlier pass
         self.lock = residency.lock
         self._buckets = Buckets(residency, lanes, waits, poison=poison)
@@ -98,14 +96,15 @@ class GradientStream:
     def forget(self) -> None:
         """Release memory: graphs that outlive the session keep this object alive."""
         self.homes = []
+        self.memory.forget()
         self._buckets.forget()
 
     def prepare_sum(self, home: GradHome) -> bool:
         """Make sure of home memory for the sum of the unit's gradients and new ones; True if it will be in fp32."""
-        self.ensure_own()
+        self.memory.prepare()
         widen = bool(home.present) and home.unit.has_wide_form
         if widen:
-            self.ensure_wide(home)
+            self.memory.wide(home.unit)
         if home.state is GradState.ON_DEVICE and home.held(home.given):
             home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
         return home.is_wide or widen
@@ -135,15 +134,16 @@ class GradientStream:
         home.there, home.ready = bucket, self._lanes.compute.record()
         grads.clear()
 
-    def end_sum(self, home: GradHome, *, used: bool, stays: bool) -> None:
-        """Send a full bucket home, unless an update has ``used`` it. ``stays``: its memory is the unit's own."""
+    def end_sum(self, home: GradHome, *, used: bool, stays: bool, passing: bool) -> None:
+        """Send a full bucket home, unless an update has ``used`` it. ``stays``: its memory is the unit's own.
+        ``passing``: an update follows at once."""
         if used:
             home.there = None
             if not stays:
                 self._buckets.take_back(self._lanes.compute.record())
             return
         if not stays:
-            home.bring()
+            home.bring(passing=passing)
             assert home.stored is not None
             self._buckets.take_back(home.stored)
         if self._serial:
@@ -193,7 +193,7 @@ class GradientStream:
     def prepare(self) -> None:
         """Take the buffers now, before the first gradient."""
         if any(home.unit.trained for home in self.homes):
-            self.ensure_own()
+            self.memory.prepare()
             self._open_buckets()
 
     @locked
@@ -203,17 +203,6 @@ class GradientStream:
 
     def _open_buckets(self) -> None:
         self._buckets.open(max(home.unit.grad_bytes for home in self.homes))
-
-    def ensure_own(self) -> None:
-        """Take home memory in the parameters' dtypes for all units, if it has not been taken yet."""
-        if self.homes[0].own is None:
-            for home, own in zip(self.homes, self._make_own(), strict=True):
-                home.own = own
-
-    def ensure_wide(self, home: GradHome) -> None:
-        """Take home memory in fp32 for a unit, if it has not been taken yet."""
-        if home.wide is None:
-            home.wide = self._make_wide(home.unit)
 
 
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -245,12 +245,16 @@ class Schedule:
             if home.awaits_outer_pass(partial):
                 # The outer pass updates the unit when it brings the rest, or step() does if there is none.
                 optimizer = None
-            with torch.no_grad():
-                used = self._gather(home, partial.grads, optimizer)
-            if not used and optimizer is not None:
-                optimizer.update_home(home)
-            elif not used:
-                self._residences[home.unit.index].outdated = True
+            try:
+                with torch.no_grad():
+                    used = self._gather(home, partial.grads, optimizer)
+                if not used and optimizer is not None:
+                    optimizer.update_home(home)
+                elif not used:
+                    self._residences[home.unit.index].outdated = True
+            except BaseException:
+                home.leave_ring()  # whose bytes other units need
+                raise
         self._leave([home.unit])
 
     def _gather(self, home: GradHome, grads: dict[int, torch.Tensor], optimizer: OptimizerStream | None) -> bool:
@@ -265,7 +269,8 @@ class Schedule:
         try:
             gradients.fill(home, grads, bucket, to_wide=to_wide)
             used = optimizer is not None and optimizer.update_here(home, bucket)
-            gradients.end_sum(home, used=used, stays=staying is not None)
+            passing = not used and optimizer is not None and not before[0] and optimizer.takes_at_once(home)
+            gradients.end_sum(home, used=used, stays=staying is not None, passing=passing)
         except BaseException:
             gradients.undo(home, bucket, before)
             raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_BUSY = 0.8  # most of a step that CPU updates may take: with more, they would end late
+_BUSY = 0.8  # most of the time which CPU updates have that they may take: with more, they would end late
+_BACKWARD = 2 / 3  # what backward takes of a step's computation, with a product of matrices more for each of forward's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,7 @@ class Rates:
     load_bytes_per_s: float
     cpu_busy_s: float  # per step
     step_s: float
+    stalled_s: float | None = None  # of a step: compute waited for the ring of gradients; None: there is no ring
 
     @property
     def are_known(self) -> bool:
@@ -37,9 +39,12 @@ def device_share(
         speeds = f"CPU {rates.cpu_elements_per_s / 1e9:.2f} G/s and link {rates.load_bytes_per_s / 1e9:.0f} GB/s"
         why = f"{speeds} then end together"
     else:
-        # The CPU has a whole step for updates. Only those that it cannot do in that time go to the device.
-        busy = rates.cpu_busy_s / rates.step_s
-        wanted = 1 - (1 - share) * _BUSY / busy if busy > 0 else 0.0
-        why = f"the CPU is then busy for {_BUSY:.0%} of a step"
+        # Only updates that the CPU cannot do in the time that it has go to the device. It has a whole step; with a ring
+        # only backward, which waits when the ring is full.
+        has_s, of = _BUSY * rates.step_s, "a step"
+        if rates.stalled_s is not None:
+            has_s, of = _BUSY * _BACKWARD * (rates.step_s - rates.stalled_s), "backward"
+        wanted = 1 - (1 - share) * has_s / rates.cpu_busy_s if rates.cpu_busy_s > 0 else 0.0
+        why = f"the CPU is then busy for {_BUSY:.0%} of {of}"
     wanted = min(1.0, max(0.0, wanted))
     return wanted, f"{wanted:.0%} on the device: {why}"

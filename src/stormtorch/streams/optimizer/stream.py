@@ -205,6 +205,14 @@ class OptimizerStream:
                 self._consumed(home)
         return True
 
+    def takes_at_once(self, home: GradHome) -> bool:
+        """Whether `update_home` will take all gradients of the unit, at home: it leaves those of parameters that it
+        lacks, and those that the device is to update with later."""
+        if home.is_wide or self._updater.is_on_device(home.unit):
+            return False
+        mine = self._groups.of(home.unit)
+        return all(index in mine for index in home.present)
+
     def _consumable(self, home: GradHome) -> dict[int, dict[str, Any]] | None:
         """The unit's hyperparameters; None if the optimizer lacks some of its parameters: user code may use those."""
         if not self._unstepped:  # check before the first unit changes
@@ -213,10 +221,7 @@ class OptimizerStream:
         return mine if all(index in mine for index in home.present) else None
 
     def _consumed(self, home: GradHome) -> None:
-        home.consumed_places |= home.present
-        home.present.clear()
-        home.given.clear()
-        home.norms.clear()
+        home.use_up()
         self._unstepped = True
 
     # --- gradients

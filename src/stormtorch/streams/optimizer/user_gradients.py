@@ -36,8 +36,7 @@ class UserGradients:
                 return self._with_graph(home, place, real)
             self.fold(place)
         if place.index in home.consumed_places:
-            assert home.own is not None
-            return home_view(place.gradient(home.own, wide=False), access, place, "grad")
+            return home_view(home.memory.spent(place), access, place, "grad")
         if place.index not in home.present:
             return None
         given = home.given.get(place.index)
@@ -110,6 +109,7 @@ class UserGradients:
             self._drop(home, place)
             set_real_grad(place, None if value is None else value.to("cpu"))
             return
+        home.home_bytes()  # raises if there is no room for it, before anything is dropped
         set_real_grad(place, None)
         if place.index in home.present - home.consumed_places and _is_same(value, home.view(place)):
             value._storm_whole = True  # type: ignore[attr-defined]
@@ -138,10 +138,12 @@ class UserGradients:
         real = real_grad(place)
         if real is None or not place.trained or self._is_sparse(place):
             return
-        set_real_grad(place, None)
         home = self._gradients.homes[place.unit.index]
         if place.index in home.consumed_places:
+            set_real_grad(place, None)
             raise used_up(place.name)
+        home.home_bytes()  # raises if there is no room for it, while the gradient is in the slot
+        set_real_grad(place, None)
         self._schedule.updater.apply_factor()
         self._write(home, place, real.detach(), add=place.index in home.present)
 
@@ -162,7 +164,7 @@ class UserGradients:
 
     def _write(self, home: GradHome, place: Place, value: torch.Tensor, *, add: bool) -> None:
         """Write ``value`` to home memory from the host."""
-        self._gradients.ensure_own()
+        self._gradients.memory.prepare()
         home.join()
         self._schedule.updater.join(home.unit)
         with torch.no_grad():
@@ -181,7 +183,7 @@ class UserGradients:
 
     def _widen(self, home: GradHome) -> None:
         """Convert own gradients to wide ones, on the host."""
-        self._gradients.ensure_wide(home)
+        home.memory.wide(home.unit)
         self._let_go_of_views(home, list(home.given))
         old = {index: home.view(home.unit.places[index]) for index in home.present}
         home.is_wide = True

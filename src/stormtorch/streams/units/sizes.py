@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...core.errors import OutOfBudget
 from ...core.sizes import as_setting, format_bytes, round_up
@@ -10,7 +10,7 @@ from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger
 from ...memory.host.arena import PAGE, regions_for
 from ...memory.lanes.flags import board_bytes
-from .unit import Unit
+from .unit import ALIGNMENT, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,8 @@ class Homes:
     """RAM of a session: the regions of its arenas, in bytes. ``needed``: the part that is taken at once."""
 
     parameters: list[int]
-    gradients: list[int]  # without an optimizer, taken when the first gradient comes
+    gradients: list[int]  # without an optimizer, taken when the first gradient comes; with a ring, unit by unit
+    ring_bytes: int  # for gradients that an update takes at once; 0: all have homes
     states: list[int]  # of our own Adam; torch's optimizers make theirs, of unknown size
     factors_bytes: int  # for numbers that our own Adam copies to the device
     flags: int
@@ -26,16 +27,30 @@ class Homes:
     needed: dict[Tag, int]
 
 
-def homes_for(units: list[Unit], ledger: Ledger, *, optimizer: bool, adam: bool) -> Homes:
+def ring_bytes_for(units: list[Unit]) -> int:
+    """Bytes of the ring through which gradients pass to updates in backward.
+
+    Those of the two largest units, so that one is stored while the other is read, and at least a sixteenth of all
+    (0.125 bytes a parameter in bf16), so that many small units can wait for the CPU without holding up backward."""
+    sizes = sorted(unit.grad_bytes for unit in units)
+    return max(sum(sizes[-2:]), round_up(sum(sizes) // 16, ALIGNMENT))
+
+
+def homes_for(
+    units: list[Unit], ledger: Ledger, *, optimizer: bool, adam: bool, in_backward: bool, always_ring: bool = False
+) -> Homes:
     """Sizes of the units' home memory; raises if ``ram`` does not allow all of it.
 
-    Counts only what is certain to be taken: no activations, no sums of micro-batches, no staging ring for want of
-    page-locks."""
+    ``in_backward``: the optimizer updates each unit as soon as its gradients are complete. They then pass through a
+    ring, if RAM has no room for all of them: with all, the CPU may still update during the next forward. For tests:
+    ``always_ring``. Counts only what is certain to be taken: no activations, no sums of micro-batches, no staging ring
+    for want of page-locks."""
     sizes = [size for unit in units for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
     flags = sum(1 + len(unit.trained) for unit in units)
     homes = Homes(
         parameters=regions_for(unit.image_bytes for unit in units),
         gradients=regions_for(unit.grad_bytes for unit in units),
+        ring_bytes=0,
         states=regions_for(sizes),
         factors_bytes=round_up(64 * 64, PAGE),
         flags=flags,
@@ -46,6 +61,10 @@ def homes_for(units: list[Unit], ledger: Ledger, *, optimizer: bool, adam: bool)
     homes.needed[Tag.GRADIENTS] = sum(homes.gradients) if optimizer else 0
     homes.needed[Tag.OPTIMIZER] = sum(homes.states) if adam else 0
     homes.needed[Tag.STAGING] = board_bytes(flags) + (homes.factors_bytes if adam else 0)
+    is_short = sum(homes.needed.values()) > ledger.free_bytes(Tier.HOST)
+    if optimizer and in_backward and (is_short or always_ring):
+        homes = replace(homes, ring_bytes=ring_bytes_for(units))
+        homes.needed[Tag.GRADIENTS] = round_up(homes.ring_bytes, PAGE)
     total = sum(homes.needed.values())
     if total > ledger.free_bytes(Tier.HOST):
         budget = ledger.budgets[Tier.HOST]
