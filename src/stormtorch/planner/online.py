@@ -213,7 +213,7 @@ class Tuning:
             origin=choice.origin,
         )
 
-    def _choose_share(self, *, in_ring: bool) -> None:
+    def _choose_share(self, *, in_ring: bool = False) -> None:
         """Choose again how much of the optimizer's work the device does. ``in_ring``: gradients pass through one."""
         assert self._worker is not None
         there = self._updater.there
