@@ -89,11 +89,31 @@ class Access(Protocol):
         """Replace the gradient."""
 
 
+def _grad_of(home: HomeParameter) -> torch.Tensor | None:
+    if "_storm" not in vars(home):
+        return torch.Tensor.grad.__get__(home)  # type: ignore[attr-defined, no-any-return]
+    access, place = home._storm
+    with without_torch_function():
+        return access.grad(place)
+
+
+def _set_grad_of(home: HomeParameter, value: torch.Tensor | None = None) -> None:
+    if "_storm" not in vars(home):
+        torch.Tensor.grad.__set__(home, value)  # type: ignore[attr-defined]
+        return
+    access, place = home._storm
+    with without_torch_function():
+        access.set_grad(place, value)
+
+
 class HomeParameter(nn.Parameter):
     """A streamed parameter. Its memory is a view of the unit's home image."""
 
     _storm: tuple[Access, Place]
     _storm_kind = "weight"
+    # A property, because clipping and zero_grad ask each parameter four times a step: ``__torch_function__`` takes longer
+    # than the answer.
+    grad = property(_grad_of, _set_grad_of, _set_grad_of)  # type: ignore[assignment]
 
     @classmethod
     @never_traced

@@ -24,10 +24,20 @@ class UserGradients:
         self._schedule, self._gradients, self._residences = schedule, schedule.gradients, schedule.weights.residences
         self.lock = schedule.gradients.lock
 
-    @locked
     def grad(self, place: Place, access: Access) -> torch.Tensor | None:
         """``p.grad``; does not wait for its values."""
         home = self._gradients.homes[place.unit.index]
+        if place.index not in home.consumed_places and real_grad(place) is None:  # without the lock: changes nothing
+            if place.index not in home.present:
+                return None
+            given = home.given.get(place.index)
+            view = None if given is None else given()
+            if view is not None:
+                return view
+        return self._made_grad(home, place, access)
+
+    @locked
+    def _made_grad(self, home: GradHome, place: Place, access: Access) -> torch.Tensor | None:
         real = real_grad(place)
         if real is not None:
             if not place.trained or self._is_sparse(place):
@@ -40,14 +50,10 @@ class UserGradients:
             return home_view(place.gradient(home.own, wide=False), access, place, "grad")
         if place.index not in home.present:
             return None
-        given = home.given.get(place.index)
-        view = None if given is None else given()
-        if view is None:
-            view = home.latest = home_view(home.view(place), access, place, "grad")
-            home.given[place.index] = weakref.ref(view)
+        view = home.latest = home_view(home.view(place), access, place, "grad")
+        home.given[place.index] = weakref.ref(view)
         return view
 
-    @locked
     def norm(self, place: Place) -> torch.Tensor | None:
         """The 2-norm of ``p.grad``, on the CPU; None if the device has none, or the gradient is to be scaled."""
         home = self._gradients.homes[place.unit.index]
@@ -58,6 +64,7 @@ class UserGradients:
         assert home.norms_here is not None
         return home.norms_here[1][place.index]
 
+    @locked
     def _fetch_norms(self) -> None:
         """Copy all norms to the CPU at once: each copy waits for the device."""
         homes = [home for home in self._gradients.homes if home.norms]
