@@ -77,6 +77,8 @@ class Schedule:
         self.snapshot, self._tuner, self.witness = snapshot, tuner, witness
         self.user_gradients = UserGradients(self)
         self._ending: set[int] = set()  # backward passes at whose end gradients will be complete
+        # When there was no room to prefetch: the order and the pool, and the position of the use that it was for.
+        self._blocked: tuple[int, int, int] | None = None
         # Set once. An updater and an optimizer use weights through this object; the others need the attached model.
         self.updater: Updater = NoUpdater()
         self.optimizer: OptimizerStream | None = None
@@ -109,15 +111,16 @@ class Schedule:
     @outside_functorch
     def use(self, unit: Unit) -> Stay:
         """The unit's weights on the device; compute waits for them. Prefetches what comes next."""
-        residency, residence = self.residency, self._residences[unit.index]
-        residency.order.visit(unit.index, backward=in_backward())
+        residency, residence, backward = self.residency, self._residences[unit.index], in_backward()
+        residency.order.visit(unit.index, backward=backward)
         residency.current = residence
         cause = "updates" if self.updater.pending(unit) else "weights"
         stay = self._arrived(residence, cause)
         if not self.updater.before_use(unit, stay):  # the weights were updated at home, and the copy is stale
             stay = self._arrived(residence, "weights")
-        self.load_ahead()
-        residency.last_use = stay, stay.loaded, in_backward(), self._pool.returns
+        if not self._is_blocked():
+            self.load_ahead()
+        residency.last_use = stay, stay.loaded, backward, self._pool.returns
         return stay
 
     def _arrived(self, residence: Residence, cause: str) -> Stay:
@@ -175,25 +178,39 @@ class Schedule:
 
     def _leave(self, units: Sequence[Unit]) -> None:
         """Stop treating one of these as the unit in use: its room may serve the next."""
-        if self.residency.current is not None and self.residency.current.unit in units:
-            self.residency.current = None
-        self.load_ahead()
+        residency = self.residency
+        if residency.current is not None and residency.current.unit in units:
+            residency.current = None
+        if not self._is_blocked(*units):
+            self.load_ahead()
+
+    def _is_blocked(self, *left: Unit) -> bool:
+        """Whether the last prefetch found no room, and the next would find none: no piece came back, and units are used
+        as predicted, so that all distances have become smaller alike. ``left``: units that may be evicted now."""
+        blocked, order = self._blocked, self.residency.order
+        if blocked is None or blocked[0] != order.jumps or blocked[1] != self._pool.returns:
+            return False
+        return not any(self.residency.may_give_way(unit.index, blocked[2] - order.at) for unit in left)
 
     @outside_functorch
     def load_ahead(self) -> None:
         """Prefetch the units that should be used next, into room that nothing used sooner needs."""
         if self._serial:
             return
+        self._blocked = None
         self._load_units_ahead()
         if in_backward():
             self.updater.prepare_early()  # for the step that follows
 
     def _load_units_ahead(self) -> None:
-        if all(map(Residence.is_current, self._residences)) and self.updater.is_idle():
+        is_idle = self.updater.is_idle()
+        if is_idle and all(map(Residence.is_current, self._residences)):
             return  # the loop below would do nothing: worth asking, because every use of a unit comes here
         order = self.residency.order
         for index, distance, in_pass in order.upcoming():
             residence = self._residences[index]
+            if in_pass and is_idle and residence.is_current():
+                continue
             if residence.outdated and order.step_comes:
                 continue  # the step will change the weights first
             if not in_pass and in_backward() and self.updater.pending(residence.unit):
@@ -204,6 +221,7 @@ class Schedule:
                         continue
                     self.residency.drop(residence)
                 if self.weights.load(residence, distance) is None:
+                    self._blocked = (order.jumps, self._pool.returns, order.at + distance) if is_idle else None
                     return
             if not self.updater.prepare(residence.unit, in_pass):
                 return

@@ -200,6 +200,11 @@ class Residency:
             raise self._no_room(size, tag)
         return result
 
+    def may_give_way(self, index: int, distance: float) -> bool:
+        """Whether a unit can be evicted for something that is used sooner than at ``distance``."""
+        residence = self.residences[index]
+        return residence.stay is not None and not residence.installed and self._distance(residence) > distance
+
     def _distance(self, residence: Residence) -> float:
         if (residence.outdated and self.order.step_comes) or not residence.is_current():
             return float("inf")
