@@ -37,6 +37,7 @@ from ..bridge.handlers import undisturbed
 from ..bridge.torch_private import in_backward, never_traced, without_torch_function
 from ..units.unit import Place
 from .mutation import EXPOSING, METADATA, RESHAPING, target_of
+from .torch_grad import SLOT
 
 
 class Lender(Protocol):
@@ -91,7 +92,7 @@ class Access(Protocol):
 
 def _grad_of(home: HomeParameter) -> torch.Tensor | None:
     if "_storm" not in vars(home):
-        return torch.Tensor.grad.__get__(home)  # type: ignore[attr-defined, no-any-return]
+        return SLOT.__get__(home)  # type: ignore[no-any-return]
     access, place = home._storm
     with without_torch_function():
         return access.grad(place)
@@ -99,7 +100,7 @@ def _grad_of(home: HomeParameter) -> torch.Tensor | None:
 
 def _set_grad_of(home: HomeParameter, value: torch.Tensor | None = None) -> None:
     if "_storm" not in vars(home):
-        torch.Tensor.grad.__set__(home, value)  # type: ignore[attr-defined]
+        SLOT.__set__(home, value)
         return
     access, place = home._storm
     with without_torch_function():
@@ -111,9 +112,8 @@ class HomeParameter(nn.Parameter):
 
     _storm: tuple[Access, Place]
     _storm_kind = "weight"
-    # A property, because clipping and zero_grad ask each parameter four times a step: ``__torch_function__`` takes longer
-    # than the answer.
-    grad = property(_grad_of, _set_grad_of, _set_grad_of)  # type: ignore[assignment]
+    # Clipping and zero_grad ask each parameter four times a step: ``__torch_function__`` takes longer than the answer.
+    grad = property(_grad_of, _set_grad_of, _set_grad_of)
 
     @classmethod
     @never_traced

@@ -113,21 +113,23 @@ class Schedule:
         """The unit's weights on the device; compute waits for them. Prefetches what comes next."""
         residency, residence, backward = self.residency, self._residences[unit.index], in_backward()
         residency.order.visit(unit.index, backward=backward)
-        residency.current = residence
-        cause = "updates" if self.updater.pending(unit) else "weights"
-        stay = self._arrived(residence, cause)
+        before, residency.current = residency.current, residence
+        stay = self._arrived(residence)
         if not self.updater.before_use(unit, stay):  # the weights were updated at home, and the copy is stale
-            stay = self._arrived(residence, "weights")
-        if not self._is_blocked():
+            stay = self._arrived(residence)
+        if not self._is_blocked(*([before.unit] if before is not None and before is not residence else ())):
             self.load_ahead()
         residency.last_use = stay, stay.loaded, backward, self._pool.returns
         return stay
 
-    def _arrived(self, residence: Residence, cause: str) -> Stay:
+    def _arrived(self, residence: Residence) -> Stay:
         """The unit's copy, which compute has been told to wait for."""
-        stay = self.weights.present(residence)
-        self._waits.wait(stay.loaded, cause, residence.unit.index)
-        stay.places.add(self._compute.place())
+        stay, place = self.weights.present(residence), self._compute.place()
+        if stay.waited != (place, stay.loaded):  # once is enough: a stream keeps its order
+            cause = "updates" if self.updater.pending(residence.unit) else "weights"
+            self._waits.wait(stay.loaded, cause, residence.unit.index)
+            stay.places.add(place)
+            stay.waited = place, stay.loaded
         return stay
 
     def _is_in_use(self, residence: Residence) -> bool:
@@ -151,7 +153,9 @@ class Schedule:
             raise StaleGraph("Cannot run backward: the session that this forward ran in was closed.")
         place = saved.place
         residence = self._residences[place.unit.index]
-        if (place.trained and saved.updates != residence.updates) or saved.version != version_of(place):
+        if (place.trained and saved.updates != residence.updates) or (
+            saved.at != residence.version and saved.version != version_of(place)
+        ):
             raise StaleGraph(
                 f"Cannot run backward: {place.name!r} has been modified by an optimizer step or an in-place operation "
                 "after this forward. Call backward before step, or run the forward again."

@@ -45,6 +45,7 @@ class Stay:
     places: set[Hashable]  # streams that have computed with them
     loaded: Event  # after it, the bytes are there
     version: int  # of the home image
+    waited: tuple[Hashable, Event] | None = None  # the last place that has waited for ``loaded``, and which
     typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)  # ``base`` in other dtypes
     views: dict[int, torch.Tensor] = field(default_factory=dict)  # made by model/views.py, by place
     idle: dict[int, torch.Tensor] = field(default_factory=dict)  # its twins without a graph, by place
