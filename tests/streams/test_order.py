@@ -78,3 +78,16 @@ def test_another_order_is_followed_from_where_it_leads() -> None:
     order.visit(0)
     order.visit(3)  # 1 and 2 were skipped
     assert upcoming(order)[0] == 4
+
+
+def test_it_tells_uses_that_it_did_not_predict() -> None:
+    order = Order(3)
+    order.begin(True)
+    before = order.jumps
+    for unit in (0, 1, 1, 2):
+        order.visit(unit)
+    assert order.jumps == before
+    order.visit(1, backward=True)
+    assert order.jumps == before + 1
+    order.begin(True)
+    assert order.jumps == before + 2

@@ -37,6 +37,7 @@ from ..bridge.handlers import undisturbed
 from ..bridge.torch_private import in_backward, never_traced, without_torch_function
 from ..units.unit import Place
 from .mutation import EXPOSING, METADATA, RESHAPING, target_of
+from .torch_grad import SLOT
 
 
 class Lender(Protocol):
@@ -89,11 +90,30 @@ class Access(Protocol):
         """Replace the gradient."""
 
 
+def _grad_of(home: HomeParameter) -> torch.Tensor | None:
+    if "_storm" not in vars(home):
+        return SLOT.__get__(home)  # type: ignore[no-any-return]
+    access, place = home._storm
+    with without_torch_function():
+        return access.grad(place)
+
+
+def _set_grad_of(home: HomeParameter, value: torch.Tensor | None = None) -> None:
+    if "_storm" not in vars(home):
+        SLOT.__set__(home, value)
+        return
+    access, place = home._storm
+    with without_torch_function():
+        access.set_grad(place, value)
+
+
 class HomeParameter(nn.Parameter):
     """A streamed parameter. Its memory is a view of the unit's home image."""
 
     _storm: tuple[Access, Place]
     _storm_kind = "weight"
+    # Clipping and zero_grad ask each parameter four times a step: ``__torch_function__`` takes longer than the answer.
+    grad = property(_grad_of, _set_grad_of, _set_grad_of)
 
     @classmethod
     @never_traced

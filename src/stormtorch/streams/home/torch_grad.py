@@ -12,15 +12,17 @@ import torch
 from ..bridge.torch_private import without_torch_function
 from ..units.unit import Place
 
+SLOT: Any = torch.Tensor.grad  # a streamed parameter's own ``grad`` is a property (parameter.py)
+
 
 def real_grad(place: Place) -> torch.Tensor | None:
     with without_torch_function():
-        return place.parameter.grad
+        return SLOT.__get__(place.parameter)  # type: ignore[no-any-return]
 
 
 def set_real_grad(place: Place, value: torch.Tensor | None) -> None:
     with without_torch_function():
-        place.parameter.grad = value
+        SLOT.__set__(place.parameter, value)
 
 
 def has_sparse_grad(place: Place) -> bool:
@@ -46,4 +48,4 @@ def reception(place: Place) -> tuple[torch.Tensor | None, bool, bool]:
     parameter's backward asks for all three."""
     with without_torch_function():
         parameter = place.parameter
-        return parameter.grad, _is_hooked(parameter), not parameter.requires_grad
+        return SLOT.__get__(parameter), _is_hooked(parameter), not parameter.requires_grad

@@ -111,5 +111,6 @@ class UserAccess:
         if value is not None:
             self.schedule.updater.apply_factor()
         self.schedule.user_gradients.set_grad(place, value)
-        if value is None and not any(home.present for home in self._grads.homes):
-            self.schedule.updater.forget_factor()
+        updater = self.schedule.updater
+        if value is None and updater.is_scaled() and not any(home.present for home in self._grads.homes):
+            updater.forget_factor()

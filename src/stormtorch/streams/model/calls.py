@@ -197,10 +197,16 @@ class Calls:
         """Catch the tensors that autograd saves: weights become notes, `Saving` handles activations."""
         unpack, saving, note_of = self._unpack, self._schedule.saving, self._weights.pack
         keep: Callable[[torch.Tensor], Any] = Held if saving is None else saving.pack
+        pool = self._schedule.residency.pool
 
         @never_traced
         def pack(tensor: torch.Tensor) -> Any:
-            return note_of(tensor) or keep(tensor)
+            low, high = pool.span
+            try:
+                is_there = low <= tensor.data_ptr() < high
+            except (RuntimeError, NotImplementedError):  # it has no memory of its own
+                is_there = False
+            return (note_of(tensor) if is_there else None) or keep(tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             if saving is None or not torch.is_grad_enabled():
@@ -213,10 +219,10 @@ class Calls:
     def _unpack(self, saved: Any) -> torch.Tensor:
         if current_pass() != self._turns.backward:
             self._turns.begin_backward()
-        if isinstance(saved, SavedWeight):
+        if type(saved) is SavedWeight:
             return self._schedule.unpack(saved)
         saving = self._schedule.saving
-        if isinstance(saved, Held):
+        if type(saved) is Held:
             if saving is not None:
                 saving.note_end()
             return saved.get()

@@ -77,6 +77,8 @@ class Schedule:
         self.snapshot, self._tuner, self.witness = snapshot, tuner, witness
         self.user_gradients = UserGradients(self)
         self._ending: set[int] = set()  # backward passes at whose end gradients will be complete
+        # When there was no room to prefetch: the order and the pool, and the position of the use that it was for.
+        self._blocked: tuple[int, int, int] | None = None
         # Set once. An updater and an optimizer use weights through this object; the others need the attached model.
         self.updater: Updater = NoUpdater()
         self.optimizer: OptimizerStream | None = None
@@ -109,22 +111,24 @@ class Schedule:
     @outside_functorch
     def use(self, unit: Unit) -> Stay:
         """The unit's weights on the device; compute waits for them. Prefetches what comes next."""
-        residency, residence = self.residency, self._residences[unit.index]
-        residency.order.visit(unit.index, backward=in_backward())
-        residency.current = residence
-        cause = "updates" if self.updater.pending(unit) else "weights"
-        stay = self._arrived(residence, cause)
+        residency, residence, backward = self.residency, self._residences[unit.index], in_backward()
+        residency.order.visit(unit.index, backward=backward)
+        before, residency.current = residency.current, residence
+        stay = self._arrived(residence)
         if not self.updater.before_use(unit, stay):  # the weights were updated at home, and the copy is stale
-            stay = self._arrived(residence, "weights")
-        self.load_ahead()
-        residency.last_use = stay, stay.loaded, in_backward(), self._pool.returns
+            stay = self._arrived(residence)
+        self._load_ahead(*([before.unit] if before is not None and before is not residence else ()))
+        residency.last_use = stay, stay.loaded, backward, self._pool.returns
         return stay
 
-    def _arrived(self, residence: Residence, cause: str) -> Stay:
+    def _arrived(self, residence: Residence) -> Stay:
         """The unit's copy, which compute has been told to wait for."""
-        stay = self.weights.present(residence)
-        self._waits.wait(stay.loaded, cause, residence.unit.index)
-        stay.places.add(self._compute.place())
+        stay, place = self.weights.present(residence), self._compute.place()
+        if stay.waited != (place, stay.loaded):  # once is enough: a stream keeps its order
+            cause = "updates" if self.updater.pending(residence.unit) else "weights"
+            self._waits.wait(stay.loaded, cause, residence.unit.index)
+            stay.places.add(place)
+            stay.waited = place, stay.loaded
         return stay
 
     def _is_in_use(self, residence: Residence) -> bool:
@@ -148,7 +152,9 @@ class Schedule:
             raise StaleGraph("Cannot run backward: the session that this forward ran in was closed.")
         place = saved.place
         residence = self._residences[place.unit.index]
-        if (place.trained and saved.updates != residence.updates) or saved.version != version_of(place):
+        if (place.trained and saved.updates != residence.updates) or (
+            saved.at != residence.version and saved.version != version_of(place)
+        ):
             raise StaleGraph(
                 f"Cannot run backward: {place.name!r} has been modified by an optimizer step or an in-place operation "
                 "after this forward. Call backward before step, or run the forward again."
@@ -175,25 +181,45 @@ class Schedule:
 
     def _leave(self, units: Sequence[Unit]) -> None:
         """Stop treating one of these as the unit in use: its room may serve the next."""
-        if self.residency.current is not None and self.residency.current.unit in units:
-            self.residency.current = None
-        self.load_ahead()
+        residency = self.residency
+        if residency.current is not None and residency.current.unit in units:
+            residency.current = None
+        self._load_ahead(*units)
+
+    def _load_ahead(self, *left: Unit) -> None:
+        """As `load_ahead`, unless that would find no room again. ``left``: units that may be evicted now."""
+        if not self._is_blocked(*left):
+            self.load_ahead()
+        elif in_backward():
+            self.updater.prepare_early()  # which has room of its own
+
+    def _is_blocked(self, *left: Unit) -> bool:
+        """Whether the last prefetch found no room, and the next would find none: no piece came back, and units are used
+        as predicted, so that all distances have become smaller alike."""
+        blocked, order = self._blocked, self.residency.order
+        if blocked is None or blocked[0] != order.jumps or blocked[1] != self._pool.returns:
+            return False
+        return not any(self.residency.may_give_way(unit.index, blocked[2] - order.at) for unit in left)
 
     @outside_functorch
     def load_ahead(self) -> None:
         """Prefetch the units that should be used next, into room that nothing used sooner needs."""
         if self._serial:
             return
+        self._blocked = None
         self._load_units_ahead()
         if in_backward():
             self.updater.prepare_early()  # for the step that follows
 
     def _load_units_ahead(self) -> None:
-        if all(map(Residence.is_current, self._residences)) and self.updater.is_idle():
+        is_idle = self.updater.is_idle()
+        if is_idle and all(map(Residence.is_current, self._residences)):
             return  # the loop below would do nothing: worth asking, because every use of a unit comes here
         order = self.residency.order
         for index, distance, in_pass in order.upcoming():
             residence = self._residences[index]
+            if in_pass and is_idle and residence.is_current():
+                continue
             if residence.outdated and order.step_comes:
                 continue  # the step will change the weights first
             if not in_pass and in_backward() and self.updater.pending(residence.unit):
@@ -204,6 +230,7 @@ class Schedule:
                         continue
                     self.residency.drop(residence)
                 if self.weights.load(residence, distance) is None:
+                    self._blocked = (order.jumps, self._pool.returns, order.at + distance) if is_idle else None
                     return
             if not self.updater.prepare(residence.unit, in_pass):
                 return

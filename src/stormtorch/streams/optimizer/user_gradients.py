@@ -24,10 +24,18 @@ class UserGradients:
         self._schedule, self._gradients, self._residences = schedule, schedule.gradients, schedule.weights.residences
         self.lock = schedule.gradients.lock
 
-    @locked
     def grad(self, place: Place, access: Access) -> torch.Tensor | None:
         """``p.grad``; does not wait for its values."""
         home = self._gradients.homes[place.unit.index]
+        if place.index not in home.consumed_places and real_grad(place) is None:  # without the lock: changes nothing
+            if place.index not in home.present:
+                return None
+            if (view := _given(home, place)) is not None:
+                return view
+        return self._made_grad(home, place, access)
+
+    @locked
+    def _made_grad(self, home: GradHome, place: Place, access: Access) -> torch.Tensor | None:
         real = real_grad(place)
         if real is not None:
             if not place.trained or self._is_sparse(place):
@@ -39,14 +47,11 @@ class UserGradients:
             return home_view(home.memory.spent(place), access, place, "grad")
         if place.index not in home.present:
             return None
-        given = home.given.get(place.index)
-        view = None if given is None else given()
-        if view is None:
+        if (view := _given(home, place)) is None:
             view = home.latest = home_view(home.view(place), access, place, "grad")
             home.given[place.index] = weakref.ref(view)
         return view
 
-    @locked
     def norm(self, place: Place) -> torch.Tensor | None:
         """The 2-norm of ``p.grad``, on the CPU; None if the device has none, or the gradient is to be scaled."""
         home = self._gradients.homes[place.unit.index]
@@ -57,6 +62,7 @@ class UserGradients:
         assert home.norms_here is not None
         return home.norms_here[1][place.index]
 
+    @locked
     def _fetch_norms(self) -> None:
         """Copy all norms to the CPU at once: each copy waits for the device."""
         homes = [home for home in self._gradients.homes if home.norms]
@@ -224,3 +230,9 @@ def used_up(name: str) -> StormError:
         'step="backward" updates each unit as its gradients arrive: call optimizer.step() and zero_grad() after each '
         'backward, freeze what is not trained (requires_grad_(False)), or use step="forward" to accumulate.'
     )
+
+
+def _given(home: GradHome, place: Place) -> HomeView | None:
+    """The view that user code holds of this gradient: ``p.grad`` is the same object each time."""
+    given = home.given.get(place.index)
+    return None if given is None else given()

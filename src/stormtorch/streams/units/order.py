@@ -26,7 +26,8 @@ class Order:
         self._training = True
         self._present: list[int] = []
         self._latest: tuple[int, bool] | None = None
-        self._at = -1
+        self.at = -1  # the position of the last use in the remembered pass
+        self.jumps = 0  # uses that were not the predicted ones, and beginnings of passes
         self._passes, self._passes_per_step = 0, 1
         self._follow(self._remembered[True])
 
@@ -49,7 +50,7 @@ class Order:
 
     def starts_with(self, units: Collection[int]) -> bool:
         """Whether the remembered pass began with one of ``units``, and this pass is past its first use."""
-        return bool(self._past) and self._past[0] in units and self._at >= 0
+        return bool(self._past) and self._past[0] in units and self.at >= 0
 
     def visit(self, unit: int, *, backward: bool = False) -> None:
         """Record that ``unit`` is used now, in forward or in backward."""
@@ -57,31 +58,33 @@ class Order:
             return
         self._latest = (unit, backward)
         self._present.append(unit)
-        places = self._places.get(unit)
+        places, before = self._places.get(unit), self.at
         if places:
-            later = bisect_right(places, self._at)
-            self._at = places[later] if later < len(places) else places[0]
+            later = bisect_right(places, self.at)
+            self.at = places[later] if later < len(places) else places[0]
+        self.jumps += self.at != before + 1
 
     def upcoming(self) -> Iterator[tuple[int, int, bool]]:
         """(unit, distance, whether still in this pass) of the next predicted uses, each unit once."""
         seen: set[int] = set()
         length = len(self._past)
         for distance in range(1, length + 1):
-            unit = self._past[(self._at + distance) % length]
+            unit = self._past[(self.at + distance) % length]
             if unit not in seen:
                 seen.add(unit)
-                yield unit, distance, self._at + distance < length
+                yield unit, distance, self.at + distance < length
 
     def distance(self, unit: int) -> float:
         """How many uses away the next use of ``unit`` is; infinite if it was never used."""
         places = self._places.get(unit)
         if not places:
             return float("inf")
-        later = bisect_right(places, self._at)
-        return places[later] - self._at if later < len(places) else len(self._past) + places[0] - self._at
+        later = bisect_right(places, self.at)
+        return places[later] - self.at if later < len(places) else len(self._past) + places[0] - self.at
 
     def _follow(self, past: list[int]) -> None:
-        self._past, self._at = past, -1
+        self._past, self.at = past, -1
+        self.jumps += 1
         self._places: dict[int, list[int]] = {}
         for position, unit in enumerate(past):
             self._places.setdefault(unit, []).append(position)

@@ -45,6 +45,7 @@ class Stay:
     places: set[Hashable]  # streams that have computed with them
     loaded: Event  # after it, the bytes are there
     version: int  # of the home image
+    waited: tuple[Hashable, Event] | None = None  # the last place that has waited for ``loaded``, and which
     typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)  # ``base`` in other dtypes
     views: dict[int, torch.Tensor] = field(default_factory=dict)  # made by model/views.py, by place
     idle: dict[int, torch.Tensor] = field(default_factory=dict)  # its twins without a graph, by place
@@ -199,6 +200,11 @@ class Residency:
         if result is None:
             raise self._no_room(size, tag)
         return result
+
+    def may_give_way(self, index: int, distance: float) -> bool:
+        """Whether a unit can be evicted for something that is used sooner than at ``distance``."""
+        residence = self.residences[index]
+        return residence.stay is not None and not residence.installed and self._distance(residence) > distance
 
     def _distance(self, residence: Residence) -> float:
         if (residence.outdated and self.order.step_comes) or not residence.is_current():

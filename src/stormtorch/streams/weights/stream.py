@@ -27,13 +27,14 @@ class SavedWeight:
     """The note that autograd keeps instead of a weight: the parameter, and where it lies in its unit's image.
 
     ``updates`` and ``version`` replace autograd's check for changes between forward and backward, which hooks bypass:
-    they count the optimizer steps on the unit and the writes of user code to the parameter.
+    they count the optimizer steps on the unit and the writes of user code to the parameter. As long as the unit's image
+    ``at`` home is the same, there were no such writes.
     """
 
-    __slots__ = ("dtype", "offset", "place", "shape", "stride", "updates", "version")
+    __slots__ = ("at", "dtype", "offset", "place", "shape", "stride", "updates", "version")
 
-    def __init__(self, place: Place, tensor: torch.Tensor, offset: int, updates: int) -> None:
-        self.place, self.updates, self.version = place, updates, version_of(place)
+    def __init__(self, place: Place, tensor: torch.Tensor, offset: int, updates: int, at: int) -> None:
+        self.place, self.updates, self.version, self.at = place, updates, version_of(place), at
         self.dtype, self.shape, self.stride, self.offset = tensor.dtype, tensor.shape, tensor.stride(), offset
 
 
@@ -74,7 +75,8 @@ class ParameterStream:
         if residence is None:
             return None
         offset = int(tensor.storage_offset())
-        return SavedWeight(residence.unit.place_at(offset * tensor.itemsize), tensor, offset, residence.updates)
+        place = residence.unit.place_at(offset * tensor.itemsize)
+        return SavedWeight(place, tensor, offset, residence.updates, residence.version)
 
     def residence_of(self, tensor: torch.Tensor) -> Residence | None:
         """The unit of which ``tensor`` is a part on the device; None if it is not a streamed weight."""

@@ -35,9 +35,10 @@ class Held:
         return self.version is not None and self.tensor._version != self.version
 
     def get(self) -> torch.Tensor:
-        if self.changed:
-            raise stale(self.tensor.shape, self.tensor.dtype)
-        return self.tensor
+        tensor, version = self.tensor, self.version
+        if version is not None and tensor._version != version:
+            raise stale(tensor.shape, tensor.dtype)
+        return tensor
 
 
 def stale(shape: torch.Size, dtype: torch.dtype) -> StaleGraph:

@@ -244,7 +244,10 @@ class BlockRun:
         if made is None:
             self._is_asked_early |= not self._has_ended
             return self._unpack(saved)
-        return self._unwritten(saved, *made)
+        tensor, version = made
+        if version is not None and tensor._version != version:
+            raise stale(saved.shape, saved.dtype)
+        return tensor
 
     def get(self, saved: Saved) -> torch.Tensor:
         """The saved tensor, for autograd."""
@@ -262,7 +265,9 @@ class BlockRun:
                     self._run_again()
             else:
                 self._run_again()
-        made = self._unwritten(saved, *self._again.pop(saved.number))
+        made, version = self._again.pop(saved.number)
+        if version is not None and made._version != version:
+            raise stale(saved.shape, saved.dtype)
         if not in_backward():
             self._again.clear()
         if saved.sample is None:
@@ -272,12 +277,6 @@ class BlockRun:
                 f"tensor {saved.number} that it saves has other values than in forward. Its modules use something that "
                 "changes from call to call, where STORM does not find it"
             )
-        return made
-
-    def _unwritten(self, saved: Saved, made: torch.Tensor, at: int | None) -> torch.Tensor:
-        """The tensor that a second run has made, in version ``at``."""
-        if at is not None and made._version != at:
-            raise stale(saved.shape, saved.dtype)
         return made
 
     def _returns_others(self) -> bool:
@@ -338,7 +337,7 @@ class BlockRun:
                     )
                 made = tensor.detach()
                 self._again[number] = made, None if tensor.is_inference() else tensor._version
-            if tensor.grad_fn is None and not tensor.requires_grad:
+            if not tensor.requires_grad:
                 # The operation may still be about to write it, as ``rrelu`` does with its noise.
                 unmade = sequence_number()
             if number == last:
