@@ -346,7 +346,7 @@ def test_a_late_decision_knows_how_long_a_step_takes(first: int, monkeypatch: py
     tuning._can_travel = lambda: True if tuning.steps >= first else None
     for _ in range(60):
         clock[0] += 1.0
-        tuning.after_step(cast(Any, SimpleNamespace(has_added=False)), None)
+        tuning.after_step(cast(Any, SimpleNamespace(has_added=False, memory=SimpleNamespace(is_ring=False))), None)
     assert [rates.step_s for rates in seen] == [pytest.approx(1.0)] * len(seen)
     assert [rates.cpu_busy_s for rates in seen] == [pytest.approx(0.9)] * len(seen)
     assert decided[:4] == [first, first + 1, first + 3, first + 6]

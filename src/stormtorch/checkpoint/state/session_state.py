@@ -85,7 +85,10 @@ class Durable:
         if self._optimizer is None:
             return
         states: dict[Any, dict[str, Any]] = dict(self._optimizer.optimizer.state)
-        for place in (place for unit in self._units for place in unit.trained):
+        # In the optimizer's order also before step() has shown them.
+        places = {place.parameter: place for unit in self._units for place in unit.trained}
+        listed = [p for group in self._optimizer.optimizer.param_groups for p in group["params"] if p in places]
+        for place in (places[parameter] for parameter in listed):
             state = self._updater.state_of(place, states.get(place.parameter))
             if state is not None:
                 states[place.parameter] = state
