@@ -115,6 +115,27 @@ def test_parts_alternate_between_two_streams_and_keep_their_order(count: int) ->
     assert here == 5
 
 
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_an_interrupted_copy_keeps_the_order_too(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    library = Library(kinds={1 << 40: 1})
+    driver, copy = driver_on(library), library.cuMemcpyAsync
+
+    def interrupted(*arguments: Any) -> int:
+        copy(*arguments)
+        if library.copied == part:
+            raise KeyboardInterrupt
+        return 0
+
+    monkeypatch.setattr(library, "cuMemcpyAsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        driver.copy(0, 5, 1 << 30, 1 << 40, 256 << 20, host=[1 << 40])
+    assert library.copied == part
+    if part == 2:
+        assert library.order[-2:] == [("record", 31, 77), ("wait", 5, 77)]
+    else:
+        assert library.order[-1] == ("copy", 5, None)
+
+
 @pytest.mark.gpu
 def test_a_small_copy_does_not_wait_for_a_large_one() -> None:
     found = driver()

@@ -21,13 +21,13 @@ from stormtorch.streams.units.unit import Unit
 
 
 class Gate:
-    """Notes whether the store lane was told to wait for it."""
+    """Of a unit: counts its updates, and those that the store lane was told to wait for."""
 
     def __init__(self) -> None:
-        self.held = False
+        self.updates = self.waited_for = 0
 
     def hold(self, _lane: Any) -> None:
-        self.held = True
+        self.waited_for = self.updates
 
 
 def units_of(*counts: int) -> list[Unit]:
@@ -48,17 +48,21 @@ def test_no_part_is_lent_before_its_readers_were_waited_for(counts: list[int], d
     least, whole = max(unit.grad_bytes for unit in units), sum(unit.grad_bytes for unit in units)
     size = data.draw(st.integers(least // 64, max(least, whole) // 64)) * 64
     ring = ring_of(units, size, ledger_of(1 << 20))
-    lent: list[tuple[int, int, Gate]] = []
+    lent: list[tuple[int, int, Gate, int]] = []  # where, and which update of which unit reads it
+    gates: list[Any] = [Gate() for _ in units]
     for index in data.draw(st.lists(st.integers(0, len(units) - 1), max_size=40)):
-        gate: Any = Gate()
+        gate = gates[index]
         part = ring.lend(units[index], gate, None)  # type: ignore[arg-type]
         start, end = part.data_ptr(), part.data_ptr() + part.nbytes
         assert part.nbytes == units[index].grad_bytes
         assert start % 64 == 0
-        assert all(other.held for first, last, other in lent if first < end and start < last)
-        assert not gate.held
-        lent.append((start, end, gate))
-    assert sum(end - start for start, end, gate in lent if not gate.held) <= size, "more is out than there is"
+        readers = [(gate, update) for first, last, gate, update in lent if first < end and start < last]
+        assert all(reader.waited_for >= update for reader, update in readers)
+        assert gate.waited_for == gate.updates, "two updates of a unit at the same time"
+        gate.updates += 1
+        lent.append((start, end, gate, gate.updates))
+    out = sum(end - start for start, end, gate, update in lent if gate.waited_for < update)
+    assert out <= size, "more is out than there is"
 
 
 def test_the_ring_has_room_for_the_two_largest_and_for_a_sixteenth() -> None:

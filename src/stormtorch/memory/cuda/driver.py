@@ -131,18 +131,20 @@ class Driver:
             if not all(map(self._is_page_locked, host)):
                 return False
             here = stream
-            for first in range(0, size, _PART):
-                if first:
-                    here = self._hand_over(device, stream, here)
-                self._call(
-                    "cuMemcpyAsync",
-                    ctypes.c_uint64(target + first),
-                    ctypes.c_uint64(source + first),
-                    ctypes.c_size_t(min(_PART, size - first)),
-                    _pointer(here),
-                )
-            if here != stream:
-                self._hand_over(device, stream, here)
+            try:
+                for first in range(0, size, _PART):
+                    if first:
+                        here = self._hand_over(device, stream, here)
+                    self._call(
+                        "cuMemcpyAsync",
+                        ctypes.c_uint64(target + first),
+                        ctypes.c_uint64(source + first),
+                        ctypes.c_size_t(min(_PART, size - first)),
+                        _pointer(here),
+                    )
+            finally:  # also after Ctrl-C: what is enqueued on ``stream`` next must come after all parts
+                if here != stream:
+                    self._hand_over(device, stream, here)
         return True
 
     def _hand_over(self, device: int, stream: int, here: int) -> int:

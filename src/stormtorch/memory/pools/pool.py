@@ -205,7 +205,7 @@ class DevicePool(Pool):
 
     @property
     def returns(self) -> int:
-        """Changes when a piece comes back: a `take` that found no room may find some then."""
+        """Changes when a piece comes back or the pool grows: a `take` that found no room may find some then."""
         return self._freed + len(self._gone) + len(self._returned)
 
     def grow(self, size: int, *, single: bool = False) -> None:
@@ -218,6 +218,7 @@ class DevicePool(Pool):
         low, high = self.span
         self.span = min(low or block.address, block.address), max(high, block.address + size)
         self._blocks.append(block)
+        self._freed += 1
         self._changed(start_s)
 
     def _changed(self, start_s: float) -> None:

@@ -113,6 +113,7 @@ class GradRing(GradMemory):
         """Parts are lent in turn. What waits is ``store`` alone, and it waits for updates whose gradients it has stored
         before: these need nothing that comes after."""
         self.prepare()
+        gate.hold(store)  # the worker must not begin the unit's next update before it has ended the last one
         size, start = unit.grad_bytes, self._end % self._ring_bytes
         if start + size > self._ring_bytes:  # a part lies in one piece
             self._end += self._ring_bytes - start

@@ -115,7 +115,8 @@ class UserGradients:
             self._drop(home, place)
             set_real_grad(place, None if value is None else value.to("cpu"))
             return
-        home.home_bytes()  # raises if there is no room for it, before anything is dropped
+        if place.index not in home.consumed_places:
+            home.home_bytes()  # raises if there is no room for it, before anything is dropped
         set_real_grad(place, None)
         if place.index in home.present - home.consumed_places and _is_same(value, home.view(place)):
             value._storm_whole = True  # type: ignore[attr-defined]

@@ -88,9 +88,7 @@ class Unit:
     def __init__(self, index: int, name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self.index, self.name = index, name
         # Vectors come last: trainers give them settings of their own, and neighbours with the same ones are one update.
-        ordered = sorted(
-            parameters, key=lambda item: (not item[1].requires_grad, item[1].element_size(), item[1].dim() < 2)
-        )
+        ordered = sorted(parameters, key=lambda item: _order(item[1]))
         self.places: list[Place] = []
         for number, (parameter_name, parameter) in enumerate(ordered):
             shape, dtype, count = parameter.shape, parameter.dtype, parameter.numel()
