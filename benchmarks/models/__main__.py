@@ -25,12 +25,11 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.about import commit, machine
-from benchmarks.training.memory import touch_all
+from benchmarks.turns import in_turn
 from benchmarks.watched import ready_file, watch
 
 from .cases import FORM, METHODS, MODELS, Case, given, parse
@@ -76,21 +75,8 @@ def main() -> int:
 
 
 def _all(cases: list[Case], options: argparse.Namespace) -> int:
-    results: list[Result] = []
     about = {"commit": options.commit or commit(), "command": " ".join(["benchmarks.models", *sys.argv[1:]])}
-    with tempfile.TemporaryDirectory(prefix="models-") as folder:
-        log = options.out.with_suffix(".log") if options.out else Path(folder) / "log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.unlink(missing_ok=True)
-        if any(case.device == "cuda" for case in cases):
-            touch_all()
-        for number, case in enumerate(cases):
-            print(f"{case.settings} ...", end=" ", file=sys.stderr, flush=True)
-            results.append(_run(case, Path(folder) / f"{number}.json", log))
-            said = results[-1].failed or f"{results[-1].step_s:.3f} s a step"
-            print(said, file=sys.stderr, flush=True)
-            if options.out is not None:  # after every case: a run that is cut short leaves what it has
-                write(results, about, options.out)
+    results = in_turn(cases, _run, out=options.out, write=lambda results: write(results, about, options.out))
     about = {"machine": machine(), **about}
     print(text_of(results, about))
     if options.out is not None:

@@ -12,17 +12,16 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.about import ROOT, commit, machine
+from benchmarks.turns import in_turn
 from benchmarks.watched import ready_file
 
 from .cases import FORM, STEPS, Case, parse
 from .isolation import run_isolated
-from .memory import touch_all
 from .packages import NEEDED_BY, put_on_path
 from .results import Result, text_of, write
 
@@ -66,26 +65,16 @@ def _with(case: Case, options: argparse.Namespace) -> Case:
 
 
 def _all(cases: list[Case], options: argparse.Namespace) -> int:
-    results: list[Result] = []
     about = {"commit": options.commit or commit(), "command": " ".join(["benchmarks.training", *sys.argv[1:]])}
     traced = next((case for case in cases if case.method == "storm"), None) if options.trace else None
-    with tempfile.TemporaryDirectory() as folder:
-        log = options.out.with_suffix(".log") if options.out else Path(folder) / "log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.unlink(missing_ok=True)
-        if any(case.device == "cuda" for case in cases):
-            touch_all()
-        for number, case in enumerate(cases):
-            print(f"{case.settings} ...", end=" ", file=sys.stderr, flush=True)
-            file = Path(folder) / f"{number}.json"
-            command = [sys.executable, "-u", "-m", "benchmarks.training", "--one", json.dumps(asdict(case)), str(file)]
-            if case is traced:
-                command += ["--trace", str(options.trace.absolute())]
-            results.append(run_isolated(case, command, file, log, cwd=ROOT))
-            said = results[-1].failed or f"{results[-1].step_s:.3f} s a step"
-            print(said, file=sys.stderr, flush=True)
-            if options.out is not None:  # after every case: a run that is cut short leaves what it has
-                write(results, about, options.out)
+
+    def run(case: Case, file: Path, log: Path) -> Result:
+        command = [sys.executable, "-u", "-m", "benchmarks.training", "--one", json.dumps(asdict(case)), str(file)]
+        if case is traced:
+            command += ["--trace", str(options.trace.absolute())]
+        return run_isolated(case, command, file, log, cwd=ROOT)
+
+    results = in_turn(cases, run, out=options.out, write=lambda results: write(results, about, options.out))
     about = {"machine": machine(), **about}
     print(text_of(results, about))
     if options.out is not None:

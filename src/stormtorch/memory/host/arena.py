@@ -243,7 +243,8 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def untouched(size: int) -> torch.Tensor:
-    """``size`` bytes that stand for a shape: as long as nobody touches them, they take no RAM, and none is charged."""
+    """A tensor of ``size`` bytes for views of which only the shapes are used. Callers must not read or write it: then
+    the system never gives it a page, so it takes no RAM and is not charged."""
     # A storage, because torch may be told to fill new tensors.
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(torch.UntypedStorage(size, device="cpu"))
 
