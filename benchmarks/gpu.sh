@@ -4,7 +4,7 @@
 #   tests, gpu-tests   all tests, or only those that are skipped elsewhere           (gpu-tests: 190 s on an H200)
 #   micro, demo        the micro benchmarks of this machine; the demo
 #   grid:MODEL         `Trainer` in pairs: auto beside checkpointing, busy time       (200 to 300 s: qwen-1b, moe-2b, llama-2b)
-#   busy:MODEL         only the busy time of that, by our report, torch.profiler and NVML        (60 s)
+#   busy:MODEL         only the busy time of that, by our report and torch.profiler       (60 s)
 #   long               one sequence of 65,536 tokens                                  (380 s)
 #   generate           one sequence from 7e9 weights in 6 GiB                         (130 s)
 #   models[:CASE,...]  models of transformers and diffusers, each beside resident and FSDP2; CASE is MODEL[:SHAPE]

@@ -182,7 +182,7 @@ def _cell(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     if torch.cuda.is_available():
         row["VRAM GiB"] = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}"
     if ways.busy is not None:
-        row["busy"] = f"{ways.busy[0]:.1%}; torch.profiler: {ways.busy[1]:.1%}; NVML: {ways.nvml}"
+        row["busy"] = f"{ways.busy[0]:.1%}; torch.profiler: {ways.busy[1]:.1%}"
     return row | {"activations": ways.reason, "pool, optimizer": ways.pool}
 
 

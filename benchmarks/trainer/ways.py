@@ -31,7 +31,6 @@ class Ways(TrainerCallback):
         self._host_before: dict[str, float] = {}
         self.busy: tuple[float, float] | None = None  # by our own report, and by the profiler
         self.counts: dict[str, int] = {}  # of our meter
-        self.nvml = ""  # what NVIDIA's library says of the same steps
         self.reason = self.pool = ""
         self._plans: dict[str, ActivationPlan | None] = {}
         self._turns: list[str] = []  # the ways of the turns that are left, this one first
@@ -48,7 +47,7 @@ class Ways(TrainerCallback):
         if self._profile is not None:
             if step == self._ends_at:
                 self.busy = self._profile.end()
-                self.counts, self.nvml = self._profile.counts, self._profile.nvml
+                self.counts = self._profile.counts
                 control.should_training_stop = True
             return
         self._marks.append(mark())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from benchmarks.trainer.paired import middle_mean, ratio
-from benchmarks.trainer.profiled import busy_s
+from benchmarks.trainer.profiled import busy_s, gaps, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,9 +19,10 @@ def test_kernels_that_overlap_count_once() -> None:
         return {"cat": kind, "ts": start, "dur": length, "args": {"stream": stream}}
 
     events = [event("kernel", 0, 10), event("kernel", 5, 10), event("gpu_memcpy", 0, 100, 13), event("kernel", 50, 1)]
-    assert busy_s(events) == pytest.approx(16e-6)
-    assert busy_s([*events, event("gpu_memset", 40, 5)]) == pytest.approx(21e-6)  # compute's own
-    assert busy_s([]) == 0
+    assert busy_s(running(events)) == pytest.approx(16e-6)
+    assert busy_s(running([*events, event("gpu_memset", 40, 5)])) == pytest.approx(21e-6)  # compute's own
+    assert busy_s(running([])) == 0
+    assert gaps(running(events))["gaps below 100 us, ns"] == 35_000
 
 
 def test_ratios_of_turns() -> None:
