@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from benchmarks.about import ROOT
 from benchmarks.process import end, start, why_it_ended
 
-from stormtorch.core.sizes import GiB
+from stormtorch.core.sizes import GiB, MiB
 from stormtorch.memory.books.limits import host_available_bytes
 
 _POLL_S = 0.1
+_NOTABLE_BYTES = 64 * MiB
 _START_LIMIT_S = 120  # imports, the CUDA context, and what a peer compiles at first use
 
 
@@ -43,6 +45,7 @@ def watch(
 
     ``environment``: variables that it has beside ours."""
     free = lowest = host_available_bytes()
+    kinds, then, noted = _ram_kinds(), "", free
     # A machine whose RAM is full may not answer again: stop short of that.
     floor = min(2 * GiB, free // 20)
     reason = ""
@@ -57,7 +60,10 @@ def watch(
                     process.wait(timeout=_POLL_S)
                     break
                 except subprocess.TimeoutExpired:
-                    lowest = min(lowest, host_available_bytes())
+                    available = host_available_bytes()
+                    if available < noted - _NOTABLE_BYTES:
+                        then, noted = _what_is_used(kinds, process.pid, time.monotonic() - start_s), available
+                    lowest = min(lowest, available)
                 if lowest < floor:
                     reason = f"out of RAM: stopped when {lowest / GiB:.1f} GiB were left"
                 elif not ready and ready_file(file).exists():
@@ -66,5 +72,24 @@ def watch(
                     reason = f"stopped {'' if ready else 'before it was ready, '}after {left_s:g} s"
         finally:
             code = end(process)
+        output.write(f"{then}\n")
     failed = "" if file.exists() else reason or why_it_ended(code, log)
     return Watched(failed=failed, ram_bytes=free - lowest)
+
+
+def _ram_kinds() -> dict[str, int]:
+    """The system's own account, in bytes: RAM that a process takes need not be in its RSS."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}
+
+
+def _what_is_used(before: dict[str, int], pid: int, after_s: float) -> str:
+    """What the machine's RAM is used for now that it was not used for ``before``, and the RSS of the process."""
+    now = _ram_kinds()
+    changes = {name: now[name] - before.get(name, 0) for name in now if not name.startswith(("Vmalloc", "DirectMap"))}
+    notable = [f"{name} {change / GiB:+.2f}" for name, change in changes.items() if abs(change) > _NOTABLE_BYTES]
+    try:
+        rss = f"{psutil.Process(pid).memory_info().rss / GiB:.2f}"
+    except psutil.Error:
+        rss = "?"
+    return f"RAM when the least was free, after {after_s:.1f} s, in GiB: RSS {rss}; {', '.join(notable)}"
