@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.training import opening
 from benchmarks.training.cases import METHODS, SUITES, Case, parse
 from benchmarks.training.peers import METHODS as STARTS
 from benchmarks.training.results import Result, table
@@ -137,6 +139,14 @@ def test_checkpointing_changes_no_number() -> None:
     assert torch.equal(gradients[0], gradients[1])
 
 
+def test_what_is_timed_while_a_session_opens_exists() -> None:
+    for module, name, _, _ in opening._TIMED:
+        owner: object = importlib.import_module(module)
+        for part in name.split("."):
+            owner = getattr(owner, part)
+        assert callable(owner), f"{module}.{name}"
+
+
 @pytest.mark.wide
 def test_what_opening_a_session_does_is_shown_as_a_timeline(tmp_path: Path) -> None:
     words = ("--size", "tiny", "--device", "cpu", "--vram", "1GiB", "--processes", "2", "--as-it-is")
@@ -145,6 +155,6 @@ def test_what_opening_a_session_does_is_shown_as_a_timeline(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     first, second = json.loads((tmp_path / "opening.json").read_text())["processes"]
     assert {span["name"] for span in first["spans"]} == {span["name"] for span in second["spans"]}
-    assert {"touch", "copy weights", "states' memory"} <= {span["name"] for span in first["spans"]}
+    assert {"touch", "move weights", "gradients' memory", "states' memory"} <= {span["name"] for span in first["spans"]}
     assert all(0 <= span["start_s"] <= span["end_s"] <= first["opened_s"] for span in first["spans"])
     assert "| opened, s |" in done.stdout

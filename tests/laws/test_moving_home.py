@@ -114,7 +114,10 @@ def test_a_mapped_file_is_no_memory_of_the_process(tmp_path: Any) -> None:
     assert moving.ram_of([nn.Parameter(mapped)]) == 0
     assert moving.ram_of([nn.Parameter(own), nn.Parameter(own[:8])]) == own.nbytes
     assert 0x7F0000000010 not in MappedFiles("7f0000000000-7f0000001000 rw-s 00000000 00:01 77 /memfd:x (deleted)\n")
-    assert 0x7F0000000010 in MappedFiles("7f0000000000-7f0000001000 rw-p 00000000 08:01 77 /a file\n")
+    files = MappedFiles("".join(f"{n}000-{n}800 r--p 00000000 08:01 77 /a file\n" for n in range(1, 9)))
+    assert [address in files for address in (0xFFF, 0x1000, 0x17FF, 0x1800, 0x8000, 0x8800)] == [
+        *(False, True, True, False, True, False)
+    ]
 
 
 def made() -> tuple[nn.Sequential, list[torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ...core.sizes import MiB
 
 _libc = ctypes.CDLL(None)
 _NOT_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")  # named, but RAM all the same
+_LAST = 1 << 64
 
 
 def trim_heap() -> None:
@@ -34,4 +36,5 @@ class MappedFiles:
                 self._spans.append((int(first, 16), int(last, 16)))
 
     def __contains__(self, address: int) -> bool:
-        return any(first <= address < last for first, last in self._spans)
+        at = bisect.bisect(self._spans, (address, _LAST)) - 1  # the system lists them in order
+        return at >= 0 and address < self._spans[at][1]
