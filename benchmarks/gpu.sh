@@ -11,7 +11,9 @@
 #                      (not timed yet; a model and a shape should take 200 to 300 s: name one or two at a time)
 #   main, sizes        the training table's streamed cases; the same at 32 and 2 sequences   (60 s, 90 s)
 #   activations        the activations table's streamed cases                         (60 s)
-# main, sizes and activations run again in OLD, a checkout of an older commit; ROUNDS times, in turns: two processes that
+#   opening            what a session does while it is being opened, and a profile of it   (not timed yet)
+#   vocabulary         large vocabularies within small budgets                        (not timed yet)
+# main, sizes, activations and opening run again in OLD, a checkout of an older commit; ROUNDS times, in turns: two processes that
 # do the same differ by some per cent.
 # Logs, and tables as NAME.md, are written to the output folder; the tables are printed.
 set -uo pipefail
@@ -72,6 +74,11 @@ run() {
     sizes) both large 180 benchmarks.training storm-backward@32 storm-forward@32 --vram 44GiB --steps 5 --limit 80 &&
       both small 90 benchmarks.training storm-backward@2 --vram 14GiB --steps 10 --limit 60 ;;
     activations) both activations 240 benchmarks.activations forward_backward --methods storm-auto storm-offload --vram 12.8GiB --limit 80 ;;
+    opening)
+      both opening 90 benchmarks.training.opening --processes 2 --as-it-is
+      timeout 60 python3 -m benchmarks.training.opening --processes 1 --as-it-is --profile --commit "$commit" --out "$out/opening-profile"
+      ;;
+    vocabulary) timeout 580 python3 -m benchmarks.vocabulary --limit 90 --commit "$commit" --out "$out/vocabulary" ;;
     *) echo "no such part: $1"; exit 2 ;;
   esac
 }

@@ -39,13 +39,15 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    softcap: float | None = None,
     chunk_bytes: int | str = 256 * MiB,
 ) -> torch.Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), target)``, with at most ``chunk_bytes`` of logits at any time.
 
-    ``hidden`` is (..., D), ``target`` has its leading shape, ``weight`` is (V, D). The other settings are torch's. The
-    loss is fp32 for bf16 and fp16: a loss scale would overflow fp16. On a GPU these dtypes need a 16-bit copy of the
-    tile in addition, half of ``chunk_bytes``; the host does not wait.
+    ``hidden`` is (..., D), ``target`` has its leading shape, ``weight`` is (V, D). With ``softcap``, logits are
+    ``softcap * tanh(logits / softcap)``, as in Gemma 2. The other settings are torch's. The loss is fp32 for bf16 and
+    fp16: a loss scale would overflow fp16. On a GPU these dtypes need a 16-bit copy of the tile in addition, half of
+    ``chunk_bytes``; the host does not wait.
 
     Backward computes the logits again, so ``hidden`` and ``weight`` must not change until then. There is no second
     derivative.
@@ -62,6 +64,7 @@ def linear_cross_entropy(
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
+            softcap=softcap,
             chunk_bytes=chunk_bytes,
         )
         return result
@@ -71,8 +74,11 @@ def linear_cross_entropy(
         raise SettingError(f"reduction={reduction!r} is not valid. Accepted: 'mean', 'sum' or 'none'.")
     if not 0.0 <= label_smoothing <= 1.0:
         raise SettingError(f"label_smoothing={label_smoothing!r} is not valid. Accepted: a number from 0 to 1.")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise SettingError(f"softcap={softcap!r} is not valid. Accepted: a positive number, or None.")
     _check_shapes(hidden, weight, target, bias)
-    tiles = _tiles(hidden, weight, bias, target.numel(), parse_bytes(chunk_bytes, setting="chunk_bytes"))
+    room = parse_bytes(chunk_bytes, setting="chunk_bytes") // (1 if softcap is None else 2)  # backward keeps its slope
+    tiles = _tiles(hidden, weight, bias, target.numel(), room)
     ignored = (target == ignore_index).flatten()
     _check_range(target.flatten(), ignored, weight.shape[0], ignore_index)
     losses: torch.Tensor = _RowLosses.apply(  # type: ignore[no-untyped-call]
@@ -81,6 +87,7 @@ def linear_cross_entropy(
         bias,
         target.flatten().masked_fill(ignored, -1),
         label_smoothing,
+        softcap,
         tiles,
     )
     if reduction == "none":
@@ -164,7 +171,7 @@ def _check_range(target: torch.Tensor, ignored: torch.Tensor, classes: int, igno
 
 
 class _RowLosses(torch.autograd.Function):
-    """``apply(hidden, weight, bias, target, smoothing, tiles)`` gives the loss of each row.
+    """``apply(hidden, weight, bias, target, smoothing, softcap, tiles)`` gives the loss of each row.
 
     Rows with a negative target have no loss and no gradient. Autocast is kept out: ``tiles`` has the dtypes.
     """
@@ -177,6 +184,7 @@ class _RowLosses(torch.autograd.Function):
         bias: torch.Tensor | None,
         target: torch.Tensor,
         smoothing: float,
+        softcap: float | None,
         tiles: _Tiles,
     ) -> torch.Tensor:
         rows, classes = hidden.shape[0], weight.shape[0]
@@ -187,7 +195,7 @@ class _RowLosses(torch.autograd.Function):
             for columns in _ranges(classes, tiles.columns):
                 part, shift = weight[columns].to(tiles.work), None if bias is None else bias[columns]
                 for here in _ranges(rows, tiles.rows):
-                    tile = _logits(factors[here], part, shift, tiles.wide)
+                    tile = _capped_(_logits(factors[here], part, shift, tiles.wide), softcap)
                     place, inside = _places(target[here], columns)
                     aimed[here] += tile.gather(1, place).masked_fill_(~inside, 0.0).squeeze(1)
                     if smoothing:
@@ -198,7 +206,7 @@ class _RowLosses(torch.autograd.Function):
         if smoothing:
             losses -= smoothing / classes * total
         ctx.save_for_backward(hidden, weight, bias, target, logsum)
-        ctx.smoothing, ctx.tiles = smoothing, tiles
+        ctx.smoothing, ctx.softcap, ctx.tiles = smoothing, softcap, tiles
         return losses.masked_fill_(target < 0, 0.0)
 
     @staticmethod
@@ -224,8 +232,12 @@ class _RowLosses(torch.autograd.Function):
                 slice_sum = None if weight_sum is None else weight_sum[: part.shape[0]].zero_()
                 bias_sum = part.new_zeros(part.shape[0], dtype=tiles.wide)
                 for here in _ranges(hidden.shape[0], tiles.rows):
-                    tile = _logits(factors[here], part, shift, tiles.wide)
+                    tile = _capped_(_logits(factors[here], part, shift, tiles.wide), ctx.softcap)
+                    cap_slope = None if ctx.softcap is None else (tile / ctx.softcap).square_().neg_().add_(1)
                     _slope_(tile, logsum[here], target[here], columns, ctx.smoothing, weight.shape[0])
+                    if cap_slope is not None:
+                        tile.mul_(cap_slope)
+                    del cap_slope
                     if to_bias:
                         bias_sum.addmv_(tile.t(), scale[here])
                     tile = _scaled_(tile, scale[here, None], tiles.work)
@@ -239,7 +251,7 @@ class _RowLosses(torch.autograd.Function):
                 if bias_grad is not None:
                     bias_grad[columns] = bias_sum
         hidden_grad = None if hidden_sum is None else hidden_sum.to(hidden.dtype)
-        return hidden_grad, weight_grad, bias_grad, None, None, None
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None
 
 
 def _ranges(total: int, step: int) -> Iterator[slice]:
@@ -250,6 +262,10 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     mixed = hidden.dtype != wide
     tile = torch.mm(hidden, weight.t(), wide) if mixed else torch.mm(hidden, weight.t())
     return tile if bias is None else tile.add_(bias)
+
+
+def _capped_(tile: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return tile if softcap is None else tile.div_(softcap).tanh_().mul_(softcap)
 
 
 def _places(target: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -68,9 +68,17 @@ def inputs(
 
 
 def theirs(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None, **rest: Any
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **rest: Any,
 ) -> torch.Tensor:
     logits = functional.linear(hidden, weight, bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     loss = functional.cross_entropy(logits.reshape(-1, weight.shape[0]), target.reshape(-1), **rest)
     return loss.reshape(target.shape) if rest.get("reduction") == "none" else loss
 
@@ -107,6 +115,7 @@ def close(ours: Result, expected: Result, rtol: float = 1e-9, atol: float = 1e-1
     reduction=st.sampled_from(["mean", "sum", "none"]),
     smoothing=st.sampled_from([0.0, 0.1, 1.0]),
     ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    softcap=st.sampled_from([None, 0.5, 30.0]),
     chunk_bytes=st.integers(100, 4000),
     seed=st.integers(0, 1000),
 )
@@ -118,11 +127,12 @@ def test_any_shape_and_setting(
     reduction: str,
     smoothing: float,
     ignored: float,
+    softcap: float | None,
     chunk_bytes: int,
     seed: int,
 ) -> None:
     made = inputs(leading, classes, width, bias=bias, ignored=ignored, seed=seed)
-    rest: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+    rest: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "softcap": softcap}
     close(result(linear_cross_entropy, made, chunk_bytes=chunk_bytes, **rest), result(theirs, made, **rest))
 
 
@@ -316,13 +326,13 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("rows", "classes"), [(256, 4096), (2048, 512), (1024, 1024)])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_one_tile_at_a_time(rows: int, classes: int, smoothing: float) -> None:
+@pytest.mark.parametrize(("smoothing", "softcap"), [(0.0, None), (0.1, None), (0.0, 30.0)])
+def test_one_tile_at_a_time(rows: int, classes: int, smoothing: float, softcap: float | None) -> None:
     """Peak by formula: a tile, some numbers for each row, the gradients and what of them is not complete yet."""
     width, chunk_bytes = 2, 256 << 10
     made = inputs((rows,), classes, width, dtype=torch.float32)
     with Watch() as seen:
-        loss = linear_cross_entropy(**made, chunk_bytes=chunk_bytes, label_smoothing=smoothing)
+        loss = linear_cross_entropy(**made, chunk_bytes=chunk_bytes, label_smoothing=smoothing, softcap=softcap)
         assert seen.largest <= chunk_bytes // 4 <= rows * classes // 16
         assert seen.peak_bytes <= chunk_bytes + 64 * rows
         loss.backward()
@@ -457,6 +467,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "device": ({"weight": torch.zeros(5, 4, device="meta")}, "on different devices (cpu, meta, cpu, cpu). Move them"),
     "reduction": ({"reduction": "avg"}, "reduction='avg' is not valid. Accepted: 'mean', 'sum' or 'none'."),
     "smoothing": ({"label_smoothing": 1.5}, "label_smoothing=1.5 is not valid. Accepted: a number from 0 to 1."),
+    "softcap": ({"softcap": 0.0}, "softcap=0.0 is not valid. Accepted: a positive number, or None."),
     "chunk": ({"chunk_bytes": "8G"}, "chunk_bytes='8G' is not a byte size."),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,23 @@ from .tiny import checkpoint, losses, one_thread, records, run, settings, with_w
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("changes", [{}, {"activations": "recompute"}, {"lora_rank": 2}], ids=["", "recompute", "lora"])
-def test_the_numbers_are_those_of_the_plain_loss(tmp_path: Path, changes: dict[str, object]) -> None:
+CAPPED = {"model_type": "gemma2", "final_logit_softcapping": 0.5, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("form", "changes"),
+    [({}, {}), ({}, {"activations": "recompute"}), ({}, {"lora_rank": 2}), (CAPPED, {"activations": "recompute"})],
+    ids=["", "recompute", "lora", "capped"],
+)
+def test_the_numbers_are_those_of_the_plain_loss(
+    tmp_path: Path, form: dict[str, Any], changes: dict[str, object]
+) -> None:
     if "lora_rank" in changes:
         pytest.importorskip("peft")
     data = tmp_path / "completions.jsonl"
     lines = [{"prompt": "p" * (3 * index % 17 + 1), "completion": "some answer"} for index in range(40)]
     data.write_text("\n".join(map(json.dumps, lines)))
-    model = with_weights(tmp_path / "model")
+    model = with_weights(tmp_path / "model", **form)
     found = {}
     for chunked in (False, True):
         chosen = settings(
@@ -52,7 +62,7 @@ def test_the_numbers_are_those_of_the_plain_loss(tmp_path: Path, changes: dict[s
         assert model(torch.zeros((1, 4), dtype=torch.int64)).logits.shape == (1, 4, 257)
 
 
-def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", model_type="gemma2", final_logit_softcapping=0.5, head_dim=8)
-    with pytest.raises(SettingError, match=r"chunked_loss gives .* and Gemma2ForCausalLM gives"):
+def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", model_type="granite", logits_scaling=8.0, initializer_range=1.0)
+    with pytest.raises(SettingError, match=r"chunked_loss gives .* and GraniteForCausalLM gives"):
         run(settings(tmp_path, model=str(model), chunked_loss=True, steps=1))

@@ -59,6 +59,7 @@ class Placement(Choice):
     whole_bytes: int  # the smallest pool that holds all weights, with the fixed part
     fixed_bytes: int  # the part for gradients on their way home
     adding_bytes: int = 0  # of that, the part that only accumulation needs
+    bucket_bytes: int = 0  # the gradients of a unit that go home in one piece: larger ones go in parts
     kept_bytes: int = 0  # the part for optimizer states that stay
     passing_bytes: int = 0  # the part for states that pass through
 

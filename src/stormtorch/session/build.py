@@ -191,6 +191,7 @@ def _open_streams(
         residency=residency,
         waits=ground.waits,
         memory=memory,
+        bucket_bytes=ground.placement.bucket_bytes,
         serial=serial,
         poison=ground.poison,
     )

@@ -37,7 +37,7 @@ from ..streams.optimizer.device_states import kept_bytes
 from ..streams.optimizer.torch_step import is_separable
 from ..streams.settings import Settings, Trial
 from ..streams.units.partition import Partition, partition
-from ..streams.units.placement import division, least_pool_bytes, place
+from ..streams.units.placement import Cut, division, place, room_for
 from ..streams.units.sizes import Homes, homes_for
 from ..streams.units.unit import Unit
 
@@ -108,18 +108,19 @@ def outline(
     device = usable_device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
-    found = _parted(model, settings, limit)
-    units = found.units
+    whole = _parted(model, settings, limit)
+    units = whole.units
     if not units:
-        left = f": all {len(found.left)} are left out, by only= or leave=, or for their kind" if found.left else ""
+        left = f": all {len(whole.left)} are left out, by only= or leave=, or for their kind" if whole.left else ""
         raise SettingError(f"The model has no parameters to stream{left}.")
     training = any(unit.trained for unit in units)
     kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
     meter = trial.meter or device_meter_for(device)
+    cut = _cut(model, settings, whole, limit, ledger.free_bytes(Tier.DEVICE) - kept, training=training)
+    units = cut.partition.units
     placement = place(
-        found,
+        cut,
         ledger,
-        training=training,
         measured=meter is not None,
         reserve_bytes=kept,
         enough=lambda: kept + _enough_vram(model, settings, limit, training=training),
@@ -132,7 +133,7 @@ def outline(
         )
     in_backward = settings.step_mode.mode == "backward"
     homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam, in_backward=in_backward)
-    return Outline(device=device, ledger=ledger, partition=found, placement=placement, homes=homes, meter=meter)
+    return Outline(device=device, ledger=ledger, partition=cut.partition, placement=placement, homes=homes, meter=meter)
 
 
 def open_ground(
@@ -191,14 +192,23 @@ def open_ground(
     return ground, images
 
 
-def _parted(model: nn.Module, settings: Settings, limit_bytes: int) -> Partition:
+def _parted(model: nn.Module, settings: Settings, limit_bytes: int, *, small: bool = False) -> Partition:
     unit_bytes = division(limit_bytes).unit_bytes
-    return partition(model, unit_limit_bytes=unit_bytes, only=settings.only, leave=settings.leave)
+    return partition(model, unit_limit_bytes=unit_bytes, only=settings.only, leave=settings.leave, small=small)
+
+
+def _cut(
+    model: nn.Module, settings: Settings, whole: Partition, limit_bytes: int, free_bytes: int, *, training: bool
+) -> Cut:
+    return room_for(whole, lambda: _parted(model, settings, limit_bytes, small=True), free_bytes, training=training)
 
 
 def _enough_vram(model: nn.Module, settings: Settings, limit_bytes: int, *, training: bool) -> int:
     """A limit through which the model can be streamed, if ``limit_bytes`` is too small. A larger limit makes larger
     units, which need more."""
-    while (least := least_pool_bytes(_parted(model, settings, limit_bytes), training=training)) > limit_bytes:
+    while True:
+        whole = _parted(model, settings, limit_bytes)
+        least = _cut(model, settings, whole, limit_bytes, limit_bytes, training=training).least_bytes
+        if least <= limit_bytes:
+            return limit_bytes
         limit_bytes = round_up(least, 512)
-    return limit_bytes

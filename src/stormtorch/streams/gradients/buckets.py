@@ -32,18 +32,27 @@ class Buckets:
         while len(self._free) < _COUNT:
             self._free.append((self._residency.room(size, self._lanes.compute, Tag.GRADIENTS), None))
 
-    def lend(self, size: int) -> torch.Tensor:
-        """Lend bytes for a unit's gradients, from the pool if they exceed a bucket; compute waits for their last
-        use."""
+    @property
+    def size(self) -> int:
+        """The bytes of one bucket."""
+        return self._free[0][0].size
+
+    def lend(self, size: int, *, for_load: bool = False) -> torch.Tensor:
+        """Lend bytes for a unit's gradients, from the pool if they exceed a bucket; compute waits for their last use,
+        and with ``for_load`` the load lane too."""
         self._large = None
         if size > self._free[0][0].size:
             self._large = self._residency.room(size, self._lanes.compute, Tag.GRADIENTS)
             self.is_lent = True
+            if for_load:
+                self._lanes.load.wait(self._lanes.compute.record())
             return self._large.bytes
         self.is_lent = True
         piece, last_use = self._free[0]
         if last_use is not None:
             self._waits.wait(last_use, "buckets")
+            if for_load:
+                self._lanes.load.wait(last_use)
         return piece.bytes[:size]
 
     def take_back(self, last_use: Event) -> None:

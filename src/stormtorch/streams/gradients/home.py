@@ -59,6 +59,7 @@ class GradHome:
     latest: HomeView | None = None  # the last of these; most loops ask twice
     shared: set[int] = field(default_factory=set)  # places of which torch has delivered a part since they were dropped
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # on the device
+    unmeasured: set[int] = field(default_factory=set)  # places whose norms `measure` has to compute
     norms_here: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]] | None = None  # ``norms``, and these on the CPU
     stored: Event | None = None
     there: torch.Tensor | None = None  # the gradients on the device; home memory does not have them yet
@@ -121,6 +122,30 @@ class GradHome:
             return False
         return any(t.passed == -1 and not (t.made_in_backward or t.idle) for t in self.tokens)
 
+    def has_norm(self, index: int) -> bool:
+        """Whether the norm of that gradient is known, or `measure` will compute it: user code has not written it."""
+        return index in self.norms or index in self.unmeasured
+
+    def measure(self) -> None:
+        """Compute the norms that are not known, from home memory; blocks."""
+        if not self.unmeasured:
+            return
+        self.join()
+        found = {}
+        for index in self.unmeasured:
+            found[index] = norms_of([self.view(self.unit.places[index])])[0].to(self.lanes.device)
+        self.norms, self.unmeasured = {**self.norms, **found}, set()
+
+    def forget_norm(self, index: int) -> None:
+        """User code writes that gradient, or may write it without our notice."""
+        self.norms.pop(index, None)
+        self.unmeasured.discard(index)
+
+    def forget_norms(self) -> None:
+        """The gradients are gone."""
+        self.norms.clear()
+        self.unmeasured.clear()
+
     def bring(self, *, passing: bool = False) -> None:
         """Store gradients that are on the device to home memory; ``passing``: to the ring, because an update follows at
         once."""
@@ -143,7 +168,7 @@ class GradHome:
         self.consumed_places |= self.present
         self.present.clear()
         self.given.clear()
-        self.norms.clear()
+        self.forget_norms()
         self.passing = None
 
     def leave_ring(self) -> None:
@@ -152,12 +177,13 @@ class GradHome:
         passing, self.passing = self.passing, None
         if passing is None:
             return
-        kept, self.present, self.norms = (self.present, self.norms), set(), {}
+        kept = self.present, self.norms, self.unmeasured
+        self.present, self.norms, self.unmeasured = set(), {}, set()
         with contextlib.suppress(StormError):
             self.join()
             self.gate.join()  # an earlier update may still read that home
             self.memory.own(self.unit).copy_(passing)
-            self.present, self.norms = kept
+            self.present, self.norms, self.unmeasured = kept
 
     def join(self) -> None:
         """Block until the gradients are at home."""
@@ -166,3 +192,11 @@ class GradHome:
         if self.stored is not None:
             self.stored.synchronize()
             self.stored = None
+
+
+def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Norms as torch's clipping takes them, but at least in fp32."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        return [norms_of([tensor])[0] for tensor in tensors]
+    return list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32 if dtypes.pop().itemsize < 4 else None))

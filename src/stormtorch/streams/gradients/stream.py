@@ -25,8 +25,9 @@ from ..home.torch_grad import reception
 from ..units.unit import Place
 from ..weights.residency import Residency
 from .buckets import Buckets
-from .home import GradHome, GradState, Partial
+from .home import GradHome, GradState, Partial, norms_of
 from .memory import GradMemory
+from .parts import Parts
 
 
 class GradientStream:
@@ -40,14 +41,19 @@ class GradientStream:
         residency: Residency,
         waits: WaitMeter,
         memory: GradMemory,
+        bucket_bytes: int,
         serial: bool,
         poison: Lane | None,
     ) -> None:
+        """``bucket_bytes``: gradients of units that need more go home in parts; 0: of none."""
         self.homes, self._lanes, self._residency, self._waits = homes, lanes, residency, waits
         self.memory, self._serial = memory, serial
         self.has_added = False  # whether a gradient was added to that of an earlier pass
         self.lock = residency.lock
         self._buckets = Buckets(residency, lanes, waits, poison=poison)
+        self._bucket_bytes = bucket_bytes
+        self._parts = Parts(self._buckets, lanes, waits)
+        self._added_in_parts: set[int] = set()  # units for whose sums the device had no room
 
     # --- in backward
 
@@ -109,6 +115,48 @@ class GradientStream:
             home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
         return home.is_wide or widen
 
+    def goes_in_parts(self, home: GradHome) -> bool:
+        """Whether the device has no room for the unit's gradients in one piece, or had none for their sum."""
+        is_large = 0 < self._bucket_bytes < home.unit.grad_bytes
+        return is_large or (bool(home.present) and home.unit.index in self._added_in_parts)
+
+    def adds_in_parts(self, home: GradHome) -> bool:
+        """There was no room to add gradients in one piece; True if parts will do from now on."""
+        if home.present:
+            self._added_in_parts.add(home.unit.index)
+        return bool(home.present)
+
+    def send_in_parts(self, home: GradHome, grads: dict[int, torch.Tensor], *, to_wide: bool, passing: bool) -> None:
+        """Add the unit's gradients to earlier ones and store them, part by part. ``passing``: an update follows at
+        once."""
+        self._open_buckets()
+        if home.state is GradState.ON_DEVICE:
+            home.bring()
+        before, store = set(home.present), self._lanes.store
+        self.has_added |= bool(before)
+        if passing:
+            target = self.memory.lend(home.unit, home.gate, store)
+        else:
+            target = self.memory.wide(home.unit) if to_wide else self.memory.own(home.unit)
+            home.gate.hold(store)  # the worker may still read the gradients of the step before
+        fresh = [index for index in sorted(grads) if index not in before]
+        norms = dict(zip(fresh, norms_of([grads[index] for index in fresh]), strict=True)) if fresh else {}
+        try:
+            self._parts.send(home, grads, target, to_wide=to_wide)
+        except BaseException:
+            if self._buckets.is_lent:  # compute may have begun to write to it
+                self._buckets.take_back(self._lanes.compute.record())
+            raise
+        if to_wide != home.is_wide:
+            home.let_go_of_views(before)
+        home.present, home.passing = before | grads.keys(), target if passing else None
+        changed = before if to_wide != home.is_wide else before & grads.keys()
+        home.norms = {index: norm for index, norm in home.norms.items() if index not in changed} | norms
+        home.unmeasured, home.is_wide = (home.unmeasured - grads.keys()) | changed, to_wide
+        grads.clear()
+        if self._serial:
+            home.join()
+
     def lend(self, size: int) -> torch.Tensor:
         """A bucket for ``size`` bytes; compute waits for its last use."""
         self._open_buckets()
@@ -125,12 +173,12 @@ class GradientStream:
         fresh = [index for index in grads if index not in before]
         if fresh:
             torch._foreach_copy_([in_bucket[index] for index in fresh], [grads[index] for index in fresh])
-        norms = _norms([in_bucket[index] for index in here])
+        norms = norms_of([in_bucket[index] for index in here])
         del in_bucket
         if to_wide != home.is_wide:  # else user code keeps the views that it holds
             home.let_go_of_views(before)
         home.present, home.is_wide = set(here), to_wide
-        home.norms = dict(zip(here, norms, strict=True))
+        home.norms, home.unmeasured = dict(zip(here, norms, strict=True)), set()
         home.there, home.ready = bucket, self._lanes.compute.record()
         grads.clear()
 
@@ -157,7 +205,7 @@ class GradientStream:
                 home.there = None
                 if not home.consumed:
                     home.present, home.is_wide = before
-                    home.norms.clear()
+                    home.forget_norms()
 
     def _add_earlier(
         self,
@@ -202,12 +250,4 @@ class GradientStream:
         self._buckets.close()
 
     def _open_buckets(self) -> None:
-        self._buckets.open(max(home.unit.grad_bytes for home in self.homes))
-
-
-def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms as torch's clipping takes them, but at least in fp32."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1:
-        return [_norms([tensor])[0] for tensor in tensors]
-    return list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32 if dtypes.pop().itemsize < 4 else None))
+        self._buckets.open(self._bucket_bytes or max(home.unit.grad_bytes for home in self.homes))

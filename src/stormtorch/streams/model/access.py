@@ -86,7 +86,7 @@ class UserAccess:
             self.schedule.updater.rewritten(place)
             self._calls.renew(place.unit)
         elif kind == "grad":
-            self._grads.homes[place.unit.index].norms.pop(place.index, None)
+            self._grads.homes[place.unit.index].forget_norm(place.index)
         elif kind == "state":
             self.schedule.updater.states_written(place)
 

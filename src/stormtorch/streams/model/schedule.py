@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...core.errors import StaleGraph
+from ...core.errors import OutOfBudget, StaleGraph
 from ...memory.lanes.build import Lanes
 from ...memory.lanes.waits import WaitMeter
 from ..activations.runner import Saving
@@ -291,15 +291,24 @@ class Schedule:
         to_wide = gradients.prepare_sum(home)
         size = unit.wide_bytes if to_wide else unit.grad_bytes
         staying = self.updater.there.staying(unit, size)
-        bucket = gradients.lend(size) if staying is None else staying
         before = set(home.present), home.is_wide
+        passing = optimizer is not None and not before[0] and optimizer.takes_at_once(home, grads)
+        if staying is None and gradients.goes_in_parts(home):
+            gradients.send_in_parts(home, grads, to_wide=to_wide, passing=passing)
+            return False
+        bucket = staying
         try:
+            if bucket is None:
+                bucket = gradients.lend(size)
             gradients.fill(home, grads, bucket, to_wide=to_wide)
             used = optimizer is not None and optimizer.update_here(home, bucket)
-            passing = not used and optimizer is not None and not before[0] and optimizer.takes_at_once(home)
             gradients.end_sum(home, used=used, stays=staying is not None, passing=passing)
-        except BaseException:
-            gradients.undo(home, bucket, before)
+        except BaseException as error:
+            if bucket is not None:
+                gradients.undo(home, bucket, before)
+            if isinstance(error, OutOfBudget) and grads and staying is None and gradients.adds_in_parts(home):
+                gradients.send_in_parts(home, grads, to_wide=to_wide, passing=False)
+                return False
             raise
         return used
 

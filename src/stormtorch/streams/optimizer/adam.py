@@ -157,7 +157,7 @@ class AdamStream(Updater):
                 self.join(home.unit)  # an update may still read them
             for index in indices:
                 home.view(home.unit.places[index]).mul_(factor)
-                home.norms.pop(index, None)
+                home.forget_norm(index)
 
     @locked
     def forget_factor(self) -> None:

@@ -7,7 +7,7 @@ optimizer/patch.py puts our methods on it."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -205,13 +205,13 @@ class OptimizerStream:
                 self._consumed(home)
         return True
 
-    def takes_at_once(self, home: GradHome) -> bool:
-        """Whether `update_home` will take all gradients of the unit, at home: it leaves those of parameters that it
-        lacks, and those that the device is to update with later."""
+    def takes_at_once(self, home: GradHome, indices: Iterable[int]) -> bool:
+        """Whether `update_home` will take the unit's gradients, those of ``indices``, at home: it leaves those of
+        parameters that it lacks, and those that the device is to update with later."""
         if home.is_wide or self._updater.is_on_device(home.unit):
             return False
         mine = self._groups.of(home.unit)
-        return all(index in mine for index in home.present)
+        return all(index in mine for index in indices)
 
     def _consumable(self, home: GradHome) -> dict[int, dict[str, Any]] | None:
         """The unit's hyperparameters; None if the optimizer lacks some of its parameters: user code may use those."""
@@ -283,8 +283,9 @@ class OptimizerStream:
             home = self._gradients.homes[place.unit.index]
             if place.index not in home.present:
                 continue
-            if place.index not in home.norms:
+            if not home.has_norm(place.index):
                 return None
+            home.measure()
             norms.append(home.norms[place.index])
         everything = sum(len(home.present) for home in self._gradients.homes)
         if len(norms) != everything or not norms:

@@ -55,8 +55,9 @@ class UserGradients:
     def norm(self, place: Place) -> torch.Tensor | None:
         """The 2-norm of ``p.grad``, on the CPU; None if the device has none, or the gradient is to be scaled."""
         home = self._gradients.homes[place.unit.index]
-        if place.index not in home.norms or place.index in home.consumed_places or self._schedule.updater.is_scaled():
+        if not home.has_norm(place.index) or place.index in home.consumed_places or self._schedule.updater.is_scaled():
             return None
+        home.measure()
         if home.norms_here is None or home.norms_here[0] is not home.norms:
             self._fetch_norms()
         assert home.norms_here is not None
@@ -65,6 +66,8 @@ class UserGradients:
     @locked
     def _fetch_norms(self) -> None:
         """Copy all norms to the CPU at once: each copy waits for the device."""
+        for home in self._gradients.homes:
+            home.measure()
         homes = [home for home in self._gradients.homes if home.norms]
         norms = [norm for home in homes for norm in home.norms.values()]
         here = iter(torch.stack([norm.to(torch.float64) for norm in norms]).cpu().unbind())
@@ -77,7 +80,7 @@ class UserGradients:
         """Multiply ``p.grad`` by ``factor`` when its values are next used; False if that cannot be deferred."""
         home = self._gradients.homes[place.unit.index]
         # A gradient that user code has written or could write without our notice has no norm.
-        is_untouched = place.index in home.norms and place.index not in home.consumed_places
+        is_untouched = home.has_norm(place.index) and place.index not in home.consumed_places
         return is_untouched and self._schedule.updater.scale(home, place.index, factor)
 
     def _is_sparse(self, place: Place) -> bool:
@@ -133,7 +136,7 @@ class UserGradients:
         home.present.discard(place.index)
         home.shared.discard(place.index)
         home.consumed_places.discard(place.index)
-        home.norms.pop(place.index, None)
+        home.forget_norm(place.index)
         if not home.present:
             home.there, home.is_wide = None, False
             self._residences[place.unit.index].outdated = False
@@ -163,7 +166,7 @@ class UserGradients:
                     set_real_grad(place, None)
             self._let_go_of_views(home, list(home.given))
             home.present.clear()
-            home.norms.clear()
+            home.forget_norms()
             home.shared.clear()
             home.consumed_places.clear()
             home.there, home.is_wide = None, False
@@ -185,7 +188,7 @@ class UserGradients:
             else:
                 target.copy_(value)
         home.present.add(place.index)
-        home.norms.pop(place.index, None)
+        home.forget_norm(place.index)
         self._residences[home.unit.index].outdated = True
 
     def _widen(self, home: GradHome) -> None:

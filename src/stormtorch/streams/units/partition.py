@@ -7,6 +7,7 @@ comes first; later modules use that unit too."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from ...core.sizes import MiB
 from ..bridge.torch_private import has_plain_storage
 from .unit import Place, Unit, is_dense
 
+_REPEATED = 3
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -45,6 +47,7 @@ class Partition:
     units: list[Unit]
     entries: list[Entry]
     left: list[nn.Parameter]  # parameters that remain on the device, as ordinary ones
+    large: list[Unit]  # those that are larger than the blocks, such as the tables of a vocabulary
 
 
 @dataclass(eq=False)
@@ -66,9 +69,10 @@ class _Candidate:
 
 
 def partition(
-    model: nn.Module, *, unit_limit_bytes: int, only: Sequence[str] | None, leave: Sequence[str]
+    model: nn.Module, *, unit_limit_bytes: int, only: Sequence[str] | None, leave: Sequence[str], small: bool = False
 ) -> Partition:
-    """Cut the model into units, in the order of its modules. Those over ``unit_limit_bytes`` are split."""
+    """Cut the model into units, in the order of its modules. Those over ``unit_limit_bytes`` are split. ``small``:
+    neighbours are merged up to half the size of a block, not of the largest module."""
     names = dict(model.named_modules())
     for name in [*(only or []), *leave]:
         if name not in names:
@@ -84,11 +88,13 @@ def partition(
     _refuse_shared_memory(model)
     candidates = [c for c in _candidates("", model, unit_limit_bytes) if c.bytes]
     parameter_names = {id(p): name for name, p in model.named_parameters()}
+    block_bytes = _block_bytes([candidate.bytes for candidate in candidates])
     units: list[Unit] = []
+    large: list[Unit] = []
     entries: list[Entry] = []
     left: dict[int, nn.Parameter] = {}
     places: dict[int, Place] = {}  # by parameter
-    for group in _merged(candidates, unit_limit_bytes):
+    for group in _merged(candidates, unit_limit_bytes, block_bytes if small else 0):
         made = [Entry(c.module, c.uses()) for c in group]
         for entry in made:
             for use in list(entry.uses):
@@ -106,6 +112,8 @@ def partition(
         if fresh:
             unit = Unit(len(units), group[0].name or "root", [(parameter_names[key], p) for key, p in fresh.items()])
             units.append(unit)
+            if any(candidate.bytes > block_bytes for candidate in group):
+                large.append(unit)
             places.update((id(place.parameter), place) for place in unit.places)
         entries += made
     for entry in entries:
@@ -113,7 +121,7 @@ def partition(
         for use in entry.uses:
             use.place = places[id(use.parameter)]
         entry.units = list(dict.fromkeys(use.place.unit for use in entry.uses))
-    return Partition(units, [entry for entry in entries if entry.uses], list(left.values()))
+    return Partition(units, [entry for entry in entries if entry.uses], list(left.values()), large)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -196,9 +204,16 @@ def _has_lists(module: nn.Module) -> bool:
     )
 
 
-def _merged(candidates: list[_Candidate], limit: int) -> Iterator[list[_Candidate]]:
-    """Merge neighbours that are small compared with the largest, up to half its size."""
-    target = max(max((c.bytes for c in candidates), default=0) // 2, min(4 * MiB, limit // 4))
+def _block_bytes(sizes: Sequence[int]) -> int:
+    """The largest size that several have: blocks repeat, and the tables of a vocabulary do not."""
+    repeated = [size for size, count in Counter(sizes).items() if count >= _REPEATED]
+    return max(repeated or sizes, default=0)
+
+
+def _merged(candidates: list[_Candidate], limit: int, block_bytes: int) -> Iterator[list[_Candidate]]:
+    """Merge neighbours that are small compared with the largest, or with ``block_bytes``, up to half its size."""
+    largest = block_bytes or max((c.bytes for c in candidates), default=0)
+    target = max(largest // 2, min(4 * MiB, limit // 4))
     group: list[_Candidate] = []
     size = 0
     for candidate in candidates:

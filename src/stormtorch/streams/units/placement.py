@@ -12,6 +12,8 @@ from ...core.tags import Tier
 from ...memory.books.ledger import Ledger
 from .partition import Partition
 
+_GRAIN = 512  # bytes that the pool may lose to alignment, for each piece
+_PARTS = 8  # at most so many parts for the gradients of the largest unit
 _UNITS_IN_BUDGET = 6  # the pool needs room for four: two with weights, and the gradients of two
 
 
@@ -25,47 +27,103 @@ def division(limit_bytes: int, *, left_bytes: int = 0) -> Division:
     )
 
 
-def least_pool_bytes(partition: Partition, *, training: bool) -> int:
-    """The smallest pool that works: a block and the largest unit after it, with gradients in flight."""
-    largest = max((unit.image_bytes for unit in partition.units), default=0)
-    entry = max((sum(unit.image_bytes + 512 for unit in entry.units) for entry in partition.entries), default=0)
-    bucket = max((unit.grad_bytes for unit in partition.units), default=0) + 512 if training else 0
-    return entry + largest + 2 * bucket + 512
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The parts of the smallest pool: for weights, and for each of the two buckets of gradients."""
+
+    weights: int
+    bucket: int
+    wide: int  # a bucket's gradients in fp32; 0 if they have no such form
+
+    @property
+    def fixed(self) -> int:
+        return 2 * self.bucket + _GRAIN
+
+    @property
+    def least(self) -> int:
+        return self.weights + self.fixed
 
 
-def place(
-    partition: Partition,
-    ledger: Ledger,
-    *,
-    training: bool,
-    measured: bool,
-    reserve_bytes: int = 0,
-    enough: Callable[[], int],
-) -> Placement:
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A model in units, and the pool that they need."""
+
+    partition: Partition
+    room: Room
+
+    @property
+    def whole_bytes(self) -> int:
+        """The pool that holds all weights."""
+        return sum(unit.image_bytes + _GRAIN for unit in self.partition.units) + self.room.fixed
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest pool that works."""
+        return min(self.room.least, self.whole_bytes)
+
+
+def _roomy(partition: Partition, *, training: bool) -> Room:
+    """A block and the largest unit after it, with the gradients of any two units in flight."""
+    units = partition.units
+    largest = max((unit.image_bytes for unit in units), default=0)
+    entry = max((sum(unit.image_bytes + _GRAIN for unit in entry.units) for entry in partition.entries), default=0)
+    bucket = max((unit.grad_bytes for unit in units), default=0) + _GRAIN
+    wide = max((unit.wide_bytes for unit in units if unit.has_wide_form), default=0)
+    return Room(weights=entry + largest, bucket=bucket if training else 0, wide=wide if training else 0)
+
+
+def _narrow(partition: Partition, *, training: bool) -> Room:
+    """For units that are much larger than the blocks, such as the tables of a large vocabulary: one of them and a
+    block. Their gradients pass through buckets for blocks, part by part."""
+    units = partition.units
+    blocks = [unit for unit in units if unit not in partition.large] or units
+    block = max((unit.image_bytes for unit in blocks), default=0)
+    largest = max((unit.grad_bytes for unit in units), default=0)
+    bucket = max([largest // _PARTS, *(unit.grad_bytes for unit in blocks)]) + _GRAIN
+    wide = max((unit.wide_bytes for unit in blocks if unit.has_wide_form), default=0)
+    weights = _at_once(partition) + block
+    return Room(weights=weights, bucket=bucket if training else 0, wide=wide if training else 0)
+
+
+def room_for(partition: Partition, small: Callable[[], Partition], free_bytes: int, *, training: bool) -> Cut:
+    """The parts of the pool. Blocks are cut ``small`` where a roomy pool would be more than half of ``free_bytes``."""
+    cut = Cut(partition, _roomy(partition, training=training))
+    if cut.room.least > free_bytes // 2 and cut.whole_bytes > free_bytes:
+        other = small()
+        narrow = Cut(other, _narrow(other, training=training))
+        if narrow.least_bytes < cut.least_bytes:
+            return narrow
+    return cut
+
+
+def _at_once(partition: Partition) -> int:
+    """The most bytes of weights that modules use at once: of one and of those around it."""
+    most = 0
+    inside = [(entry, {id(module) for module in entry.module.modules()}) for entry in partition.entries]
+    for entry in partition.entries:
+        around = [other.units for other, modules in inside if id(entry.module) in modules]
+        most = max(most, sum(unit.image_bytes + _GRAIN for unit in {unit for units in around for unit in units}))
+    return most
+
+
+def place(cut: Cut, ledger: Ledger, *, measured: bool, reserve_bytes: int = 0, enough: Callable[[], int]) -> Placement:
     """The initial placement; see `growth` for what it becomes once activations have been ``measured``, if the device
     reports how much they take. ``enough`` gives a limit that suffices, for the error message."""
-    units = partition.units
-    images = sum(unit.image_bytes + 512 for unit in units)
+    units, room = cut.partition.units, cut.room
     largest = max((unit.image_bytes for unit in units), default=0)
-    bucket = max((unit.grad_bytes for unit in units), default=0) + 512 if training else 0
-    wide = max((unit.wide_bytes for unit in units if unit.has_wide_form), default=0) if training else 0
-    adding = 2 * (wide + 512) if wide else bucket  # to add a gradient to an earlier one
-    free = round_down(ledger.free_bytes(Tier.DEVICE) - reserve_bytes, 512)
+    free = round_down(ledger.free_bytes(Tier.DEVICE) - reserve_bytes, _GRAIN)
     budget = ledger.budgets[Tier.DEVICE]
-    fixed = 2 * bucket + 512
-    least = least_pool_bytes(partition, training=training)
-    if least + adding > free * 3 // 4:
+    adding = 2 * (room.wide + _GRAIN) if room.wide else room.bucket  # to add a gradient to an earlier one
+    if room.least + adding > free * 3 // 4:
         adding = 0  # accumulation then takes it from weights, or from what activations leave
-    fixed += adding
-    least += adding
-    whole = images + fixed
+    fixed, least, whole = room.fixed + adding, cut.least_bytes + adding, cut.whole_bytes + adding
     if least > free:
         raise OutOfBudget(
             f"Cannot stream this model through {format_bytes(budget.limit_bytes)} of device memory for PARAMETERS",
             f"the largest block and the one after it, with their gradients, need {format_bytes(least)}",
             f"The limit is {budget.given}.{_meant(budget.limit_bytes)}",
             f"Raise it to at least {as_setting(enough())}; activations come on top."
-            + (" An adapter (LoRA) needs about half of that." if 6 * bucket > least else ""),
+            + (" An adapter (LoRA) needs about half of that." if 6 * room.bucket > least else ""),
         )
     if not measured or whole <= free // 8:
         pool = min(whole, free)
@@ -75,7 +133,7 @@ def place(
             else f"all that {budget.given} allows; the whole needs {format_bytes(whole)}"
         )
     else:
-        pool = min(whole, max(least, min(5 * largest + 3 * bucket, free // 4)))
+        pool = min(whole, max(least, min(5 * largest + 3 * room.bucket, free // 4)))
         why = f"{format_bytes(pool)} until activations have been measured; the whole needs {format_bytes(whole)}"
     return Placement(
         pool_bytes=pool,
@@ -83,6 +141,7 @@ def place(
         whole_bytes=whole,
         fixed_bytes=fixed,
         adding_bytes=adding,
+        bucket_bytes=max(0, room.bucket - _GRAIN),
         reason=why,
         origin=Origin.PLANNED,
     )

@@ -222,9 +222,7 @@ class Residency:
             f"{format_bytes(self.pool.taken_bytes)} of the pool's {format_bytes(self.pool.capacity_bytes)} in use, "
             f"{format_bytes(held)} of them by modules that are computing",
             f"The limit is {budget.given}.",
-            "Raise it, or do not accumulate: one backward for each step needs less."
-            if tag is Tag.GRADIENTS
-            else "Raise it. If a checkpoint of yours spans several blocks, make it one for each block.",
+            "Raise it. If a checkpoint of yours spans several blocks, make it one for each block.",
         )
 
     # --- copies
