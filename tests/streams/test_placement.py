@@ -19,6 +19,7 @@ from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.host.arena import PAGE
 from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings
+from stormtorch.streams.units.partition import partition
 from stormtorch.streams.units.placement import Growth, growth
 
 WHOLE = 6 * GiB
@@ -247,3 +248,15 @@ def test_a_list_of_devices_is_refused_in_one_line(device: object) -> None:
     for each in opened:
         with pytest.raises(SettingError, match="is a list, and STORM streams to one device"):
             each(device)
+
+
+def test_what_counts_as_larger_than_the_blocks() -> None:
+    def large(*sizes: int) -> list[int]:
+        model = nn.Sequential(*(nn.Linear(size, 64, bias=False) for size in sizes))
+        found = partition(model, unit_limit_bytes=1 << 12, only=None, leave=(), small=True)
+        return [unit.image_bytes // 256 for unit in found.large]
+
+    assert large(900, 100, 100, 100, 900) == [900, 900]
+    assert large(900, 100, 100, 900) == []  # two are no repetition
+    assert large(100, 100, 100, 100) == []
+    assert large(1, 1, 1, 200, 300, 400, 500) == []  # what repeats is next to nothing

@@ -291,7 +291,8 @@ class Tuning:
             return True
         inside = {id(module) for module in block.modules()}
         units = {unit for entry in self._partition.entries if id(entry.module) in inside for unit in entry.units}
-        largest = max(unit.image_bytes for unit in self._partition.units)
+        blocks = [unit for unit in self._partition.units if unit not in self._partition.large]
+        largest = max(unit.image_bytes for unit in blocks or self._partition.units)  # no table comes after a block
         states = max(0, self._state_bytes - self._idle_bytes)  # in idle memory they are not in the way
         room = self.pool.capacity_bytes - self._placement.fixed_bytes - states
         return sum(unit.image_bytes + GRAIN for unit in units) + largest <= room

@@ -19,7 +19,7 @@ from ...core.sizes import MiB
 from ..bridge.torch_private import has_plain_storage
 from .unit import Place, Unit, is_dense
 
-_REPEATED = 3
+_REPEATED, _MUCH = 3, 64  # what repeats: so often, and at least one in so many bytes
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -205,9 +205,11 @@ def _has_lists(module: nn.Module) -> bool:
 
 
 def _block_bytes(sizes: Sequence[int]) -> int:
-    """The largest size that several have: blocks repeat, and the tables of a vocabulary do not."""
-    repeated = [size for size, count in Counter(sizes).items() if count >= _REPEATED]
-    return max(repeated or sizes, default=0)
+    """The largest size that several have, because blocks repeat and the tables of a vocabulary do not. The largest of
+    all if no size repeats, or what repeats is a small part of the model."""
+    repeated = max((size for size, count in Counter(sizes).items() if count >= _REPEATED), default=0)
+    is_much = sum(size for size in sizes if size <= repeated) * _MUCH >= sum(sizes)
+    return repeated if is_much else max(sizes, default=0)
 
 
 def _merged(candidates: list[_Candidate], limit: int, block_bytes: int) -> Iterator[list[_Candidate]]:
