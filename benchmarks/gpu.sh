@@ -13,6 +13,7 @@
 #   activations        the activations table's streamed cases                         (60 s)
 #   opening            what a session does while it is being opened, and a profile of it   (not timed yet)
 #   vocabulary         large vocabularies within small budgets                        (not timed yet)
+#   first-loss         seconds from a model's files to the first loss                 (not timed yet)
 # main, sizes, activations and opening run again in OLD, a checkout of an older commit; ROUNDS times, in turns: two processes that
 # do the same differ by some per cent.
 # Logs, and tables as NAME.md, are written to the output folder; the tables are printed.
@@ -79,6 +80,7 @@ run() {
       timeout 60 python3 -m benchmarks.training.opening --processes 1 --as-it-is --profile --commit "$commit" --out "$out/opening-profile"
       ;;
     vocabulary) timeout 580 python3 -m benchmarks.vocabulary --limit 90 --commit "$commit" --out "$out/vocabulary" ;;
+    first-loss) timeout 300 python3 -m benchmarks.finetune.first_loss --limit 60 --commit "$commit" --out "$out/first-loss" ;;
     *) echo "no such part: $1"; exit 2 ;;
   esac
 }
