@@ -23,7 +23,7 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
         return {"bytes_per_s": _link(device)}
     if case.endswith("-no-cudnn"):
         torch.backends.cuda.enable_cudnn_sdp(False)
-    model = _built(options.size)
+    model = _built(options.size, tiny=options.tiny)
     found: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "weight_bytes": sum(p.nbytes for p in model.parameters()),
@@ -78,9 +78,11 @@ def _storm(
         }
 
 
-def _built(size: str) -> nn.Module:
-    name, dtype = ("tiny-deep", torch.float32) if size == "tiny" else (f"llama-{size}", torch.bfloat16)
-    return build(name, dtype=dtype).eval()
+def _built(size: str, *, tiny: bool) -> nn.Module:
+    is_mixture = size.startswith("moe")
+    if tiny:
+        return build("tiny-moe" if is_mixture else "tiny-deep", dtype=torch.float32).eval()
+    return build(size if is_mixture else f"llama-{size}", dtype=torch.bfloat16).eval()
 
 
 class Clock:

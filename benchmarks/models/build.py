@@ -32,6 +32,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                 "num_hidden_layers": 22, "num_attention_heads": 14, "num_key_value_heads": 7, "head_dim": 128}),
     "moe-2b": ("qwen3_moe", _MOE),
     "moe-loop-2b": ("qwen3_moe", _MOE | {"experts_implementation": "eager"}),  # a loop over experts in Python
+    "moe-30b": ("qwen3_moe", _MOE | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+                "num_hidden_layers": 48, "num_attention_heads": 32, "num_experts": 128,
+                "num_experts_per_tok": 8}),  # the shape of Qwen3-30B-A3B
     "vit-2b": ("vit", _VIT | {"hidden_size": 1664, "intermediate_size": 8192, "num_hidden_layers": 48,
                "num_attention_heads": 16, "image_size": 448}),  # the shape of ViT-G/14
     "dit-2b": (SD3, {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536,

@@ -62,6 +62,8 @@ class Inference:
         self._entries = [[unit.index for unit in entry.units] for entry in partition.entries]
         self._sizes = [round_up(unit.image_bytes, GRAIN) for unit in partition.units]
         self._wanted = _by_worth(self._sizes)
+        by_rows = any(unit.row_bytes for unit in partition.units)
+        self._passing = "the others are loaded in every call" + (", of experts those that it needs" if by_rows else "")
         self._is_active = sum(self._sizes) > self._initial_bytes
         self._window_bytes: int | None = None  # of the arranged pool; None: the initial pool is in use
         self._gave_way = False  # gradients needed the memory of resident units
@@ -282,7 +284,7 @@ class Inference:
         return Choice(
             reason=f"{len(kept)} of {len(self._sizes)} units are resident, {format_bytes(size)} of "
             f"{format_bytes(sum(self._sizes))}; "
-            + ("gradients need the memory" if self._gave_way else "the others are loaded in every call"),
+            + ("gradients need the memory" if self._gave_way else self._passing),
             origin=Origin.MEASURED,
         )
 

@@ -108,7 +108,8 @@ def outline(
     device = usable_device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
-    whole = _parted(model, settings, limit)
+    cutting = _Cutting(model, settings, by_rows=optimizer is None)
+    whole = cutting.parted(limit)
     units = whole.units
     if not units:
         left = f": all {len(whole.left)} are left out, by only= or leave=, or for their kind" if whole.left else ""
@@ -116,14 +117,14 @@ def outline(
     training = any(unit.trained for unit in units)
     kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
     meter = trial.meter or device_meter_for(device)
-    cut = _cut(model, settings, whole, limit, ledger.free_bytes(Tier.DEVICE) - kept, training=training)
+    cut = cutting.cut(whole, limit, ledger.free_bytes(Tier.DEVICE) - kept, training=training)
     units = cut.partition.units
     placement = place(
         cut,
         ledger,
         measured=meter is not None,
         reserve_bytes=kept,
-        enough=lambda: kept + _enough_vram(model, settings, limit, training=training),
+        enough=lambda: kept + cutting.enough_vram(limit, training=training),
     )
     adam = optimizer is not None and runs_as_adam(optimizer, units, settings.master_dtype is not None)
     if optimizer is not None and not adam and settings.step == "backward" and not is_separable(optimizer):
@@ -192,23 +193,32 @@ def open_ground(
     return ground, images
 
 
-def _parted(model: nn.Module, settings: Settings, limit_bytes: int, *, small: bool = False) -> Partition:
-    unit_bytes = division(limit_bytes).unit_bytes
-    return partition(model, unit_limit_bytes=unit_bytes, only=settings.only, leave=settings.leave, small=small)
+@dataclass(frozen=True)
+class _Cutting:
+    """How a model is cut, for any limit."""
 
+    model: nn.Module
+    settings: Settings
+    by_rows: bool  # whether fused experts come by rows
 
-def _cut(
-    model: nn.Module, settings: Settings, whole: Partition, limit_bytes: int, free_bytes: int, *, training: bool
-) -> Cut:
-    return room_for(whole, lambda: _parted(model, settings, limit_bytes, small=True), free_bytes, training=training)
+    def parted(self, limit_bytes: int, *, small: bool = False) -> Partition:
+        return partition(
+            self.model,
+            unit_limit_bytes=division(limit_bytes).unit_bytes,
+            only=self.settings.only,
+            leave=self.settings.leave,
+            small=small,
+            by_rows=self.by_rows,
+        )
 
+    def cut(self, whole: Partition, limit_bytes: int, free_bytes: int, *, training: bool) -> Cut:
+        return room_for(whole, lambda: self.parted(limit_bytes, small=True), free_bytes, training=training)
 
-def _enough_vram(model: nn.Module, settings: Settings, limit_bytes: int, *, training: bool) -> int:
-    """A limit through which the model can be streamed, if ``limit_bytes`` is too small. A larger limit makes larger
-    units, which need more."""
-    while True:
-        whole = _parted(model, settings, limit_bytes)
-        least = _cut(model, settings, whole, limit_bytes, limit_bytes, training=training).least_bytes
-        if least <= limit_bytes:
-            return limit_bytes
-        limit_bytes = round_up(least, 512)
+    def enough_vram(self, limit_bytes: int, *, training: bool) -> int:
+        """A limit through which the model can be streamed, if ``limit_bytes`` is too small. A larger limit makes larger
+        units, which need more."""
+        while True:
+            least = self.cut(self.parted(limit_bytes), limit_bytes, limit_bytes, training=training).least_bytes
+            if least <= limit_bytes:
+                return limit_bytes
+            limit_bytes = round_up(least, 512)

@@ -168,8 +168,10 @@ class Calls:
                 if installed is not None:
                     if self._schedule.witness is not None:
                         self._schedule.witness.enter((args, kwargs))
+                    routed = None if in_graph or torch.is_grad_enabled() else installed.entry.routed
+                    rows = None if routed is None else routed.rows(args, kwargs)
                     stack.append(installed)
-                    self._install(installed, in_graph)
+                    self._install(installed, in_graph, rows)
                 result = self._run(installed, in_graph, original, args, kwargs)
                 if outermost and passes.lent:
                     self._twins.refuse_writes()
@@ -265,9 +267,9 @@ class Calls:
         return tensor.to(self._device, non_blocking=not tensor.is_pinned())  # user code may refill a pinned one at once
 
     @locked
-    def _install(self, installed: Installed, in_graph: bool) -> None:
+    def _install(self, installed: Installed, in_graph: bool, rows: frozenset[int] | None) -> None:
         for unit in installed.entry.units:
-            stay = self._schedule.use(unit)
+            stay = self._schedule.use(unit, rows)
             installed.units.append(unit)
             self._schedule.hold(unit)
             uses = [use for use in installed.entry.uses if use.place.unit is unit and _takes_twin(use)]

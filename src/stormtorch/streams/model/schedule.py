@@ -73,6 +73,7 @@ class Schedule:
         self.weights, self.gradients = weights, gradients
         self.residency, self.lock = weights.residency, weights.lock
         self._residences, self._pool, self._compute = weights.residences, self.residency.pool, lanes.compute
+        self._whole = [residence for residence in self._residences if not residence.comes_by_rows()]
         self._lanes, self._waits, self._serial = lanes, waits, serial
         self.snapshot, self._tuner, self.witness = snapshot, tuner, witness
         self.user_gradients = UserGradients(self)
@@ -109,21 +110,24 @@ class Schedule:
 
     @locked
     @outside_functorch
-    def use(self, unit: Unit) -> Stay:
-        """The unit's weights on the device; compute waits for them. Prefetches what comes next."""
+    def use(self, unit: Unit, rows: frozenset[int] | None = None) -> Stay:
+        """The unit's weights on the device; compute waits for them. Of fused experts only ``rows``, unless None.
+        Prefetches what comes next."""
         residency, residence, backward = self.residency, self._residences[unit.index], in_backward()
         residency.order.visit(unit.index, backward=backward)
         before, residency.current = residency.current, residence
-        stay = self._arrived(residence)
+        if residence.comes_by_rows():
+            residency.by_rows = rows is not None
+        stay = self._arrived(residence, rows)
         if not self.updater.before_use(unit, stay):  # the weights were updated at home, and the copy is stale
-            stay = self._arrived(residence)
+            stay = self._arrived(residence, rows)
         self._load_ahead(*([before.unit] if before is not None and before is not residence else ()))
         residency.last_use = stay, stay.loaded, backward, self._pool.returns
         return stay
 
-    def _arrived(self, residence: Residence) -> Stay:
+    def _arrived(self, residence: Residence, rows: frozenset[int] | None) -> Stay:
         """The unit's copy, which compute has been told to wait for."""
-        stay, place = self.weights.present(residence), self._compute.place()
+        stay, place = self.weights.present(residence, rows), self._compute.place()
         if stay.waited != (place, stay.loaded):  # once is enough: a stream keeps its order
             cause = "updates" if self.updater.pending(residence.unit) else "weights"
             self._waits.wait(stay.loaded, cause, residence.unit.index)
@@ -212,13 +216,13 @@ class Schedule:
             self.updater.prepare_early()  # for the step that follows
 
     def _load_units_ahead(self) -> None:
-        is_idle = self.updater.is_idle()
-        if is_idle and all(map(Residence.is_current, self._residences)):
+        is_idle, by_rows = self.updater.is_idle(), self.residency.by_rows
+        if is_idle and all(map(Residence.is_current, self._whole if by_rows else self._residences)):
             return  # the loop below would do nothing: worth asking, because every use of a unit comes here
         order = self.residency.order
         for index, distance, in_pass in order.upcoming():
             residence = self._residences[index]
-            if in_pass and is_idle and residence.is_current():
+            if (in_pass and is_idle and residence.is_current()) or (by_rows and residence.comes_by_rows()):
                 continue
             if residence.outdated and order.step_comes:
                 continue  # the step will change the weights first

@@ -3,7 +3,8 @@
 A *block* is an element of a list of modules (``ModuleList``, ``Sequential``, ``ModuleDict``): the repetition that
 nearly every large model has. Modules outside the lists are taken child by child. A candidate that is too large for the
 budget is split again; small neighbours are merged. A parameter that several modules share belongs to the unit that
-comes first; later modules use that unit too."""
+comes first; later modules use that unit too. Without an optimizer, fused experts (routed.py) are units of their own: a
+call may need a few of their rows."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from torch import nn
 from ...core.errors import SettingError
 from ...core.sizes import MiB
 from ..bridge.torch_private import has_plain_storage
+from .routed import Routed, routed
 from .unit import Place, Unit, is_dense
 
 _REPEATED, _MUCH = 3, 64  # what repeats: so often, and at least one in so many bytes
@@ -39,6 +41,7 @@ class Entry:
 
     module: nn.Module
     uses: list[Use]
+    routed: Routed | None = None  # it is fused experts, which have a unit of their own
     units: list[Unit] = field(default_factory=list)
 
 
@@ -55,11 +58,15 @@ class _Candidate:
     name: str
     module: nn.Module
     deep: bool  # whether the whole subtree belongs to it
+    routed: Routed | None = None
+    without: frozenset[int] = frozenset()  # modules of the subtree, by id, that do not belong to it
 
     def uses(self) -> list[Use]:
         modules = self.module.modules() if self.deep else [self.module]
         found = []
         for module in modules:
+            if id(module) in self.without:
+                continue
             found += [Use(module, name, p) for name, p in module._parameters.items() if p is not None]
         return found
 
@@ -69,10 +76,17 @@ class _Candidate:
 
 
 def partition(
-    model: nn.Module, *, unit_limit_bytes: int, only: Sequence[str] | None, leave: Sequence[str], small: bool = False
+    model: nn.Module,
+    *,
+    unit_limit_bytes: int,
+    only: Sequence[str] | None,
+    leave: Sequence[str],
+    small: bool = False,
+    by_rows: bool = False,
 ) -> Partition:
     """Cut the model into units, in the order of its modules. Those over ``unit_limit_bytes`` are split. ``small``:
-    neighbours are merged up to half the size of a block, not of the largest module."""
+    neighbours are merged up to half the size of a block, not of the largest module. ``by_rows``: fused experts get
+    units of their own."""
     names = dict(model.named_modules())
     for name in [*(only or []), *leave]:
         if name not in names:
@@ -86,7 +100,8 @@ def partition(
         left_modules |= {id(module) for module in model.modules() if id(module) not in chosen}
     left_modules |= {id(module) for module in model.modules() if isinstance(module, torch.jit.ScriptModule)}
     _refuse_shared_memory(model)
-    candidates = [c for c in _candidates("", model, unit_limit_bytes) if c.bytes]
+    experts = {id(module): found for module in model.modules() if by_rows and (found := routed(module)) is not None}
+    candidates = [c for c in _candidates("", model, unit_limit_bytes, experts) if c.bytes]
     parameter_names = {id(p): name for name, p in model.named_parameters()}
     block_bytes = _block_bytes([candidate.bytes for candidate in candidates])
     units: list[Unit] = []
@@ -95,7 +110,7 @@ def partition(
     left: dict[int, nn.Parameter] = {}
     places: dict[int, Place] = {}  # by parameter
     for group in _merged(candidates, unit_limit_bytes, block_bytes if small else 0):
-        made = [Entry(c.module, c.uses()) for c in group]
+        made = [Entry(c.module, c.uses(), c.routed) for c in group]
         for entry in made:
             for use in list(entry.uses):
                 # An embedding that changes its weight in forward.
@@ -121,6 +136,8 @@ def partition(
         for use in entry.uses:
             use.place = places[id(use.parameter)]
         entry.units = list(dict.fromkeys(use.place.unit for use in entry.uses))
+        if entry.routed is not None:
+            _divide(entry, entry.routed)
     return Partition(units, [entry for entry in entries if entry.uses], list(left.values()), large)
 
 
@@ -147,20 +164,37 @@ def containers_of(model: nn.Module, entries: list[Entry]) -> list[nn.Module]:
     ]
 
 
-def _candidates(name: str, module: nn.Module, limit: int) -> Iterator[_Candidate]:
-    """Candidates in the order of the model; together they cover every parameter of ``module`` once."""
+def _divide(entry: Entry, routed: Routed) -> None:
+    """Let the entry's unit be loaded by rows, unless others have parameters in it."""
+    own = {id(use.parameter) for use in entry.uses}
+    if len(entry.units) == 1 and all(id(place.parameter) in own for place in entry.units[0].places):
+        unit = entry.units[0]
+        unit.row_bytes = {place.index: routed.row_bytes(place) for place in unit.places if routed.has_row(place)}
+    else:
+        entry.routed = None
+
+
+def _candidates(name: str, module: nn.Module, limit: int, experts: dict[int, Routed]) -> Iterator[_Candidate]:
+    """Candidates in the order of the model; together they cover every parameter of ``module`` once. Those of
+    ``experts``, by id, are apart from the modules around them."""
     if any(p is not None for p in module._parameters.values()):
         yield _Candidate(name, module, deep=False)
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        whole = _Candidate(path, child, deep=True)
+        if id(child) in experts:
+            yield _Candidate(path, child, deep=True, routed=experts[id(child)])
+            continue
+        whole = _Candidate(path, child, deep=True, without=frozenset(experts))
         opaque = isinstance(child, (nn.MultiheadAttention, nn.RNNBase))  # one operation uses all parameters below it
         block = isinstance(module, _LISTS) and not isinstance(child, _LISTS)
         inside = any(True for _ in child.children())
         if opaque or not inside or ((block or not _has_lists(child)) and whole.bytes <= limit):
             yield whole
+            for inner_name, inner in child.named_modules():
+                if id(inner) in experts:
+                    yield _Candidate(f"{path}.{inner_name}", inner, deep=True, routed=experts[id(inner)])
         else:
-            yield from _candidates(path, child, limit)
+            yield from _candidates(path, child, limit, experts)
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
@@ -219,7 +253,7 @@ def _merged(candidates: list[_Candidate], limit: int, block_bytes: int) -> Itera
     group: list[_Candidate] = []
     size = 0
     for candidate in candidates:
-        if group and size + candidate.bytes > target:
+        if group and (size + candidate.bytes > target or candidate.routed or group[-1].routed):
             yield group
             group, size = [], 0
         group.append(candidate)

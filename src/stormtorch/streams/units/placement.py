@@ -11,6 +11,7 @@ from ...core.sizes import GiB, KiB, MiB, as_setting, format_bytes, round_down
 from ...core.tags import Tier
 from ...memory.books.ledger import Ledger
 from .partition import Partition
+from .unit import Unit
 
 _GRAIN = 512  # bytes that the pool may lose to alignment, for each piece
 _PARTS = 8  # at most so many parts for the gradients of the largest unit
@@ -63,10 +64,10 @@ class Cut:
 
 
 def _roomy(partition: Partition, *, training: bool) -> Room:
-    """A block and the largest unit after it, with the gradients of any two units in flight."""
+    """A block, those around it and the largest unit after it, with the gradients of any two units in flight."""
     units = partition.units
     largest = max((unit.image_bytes for unit in units), default=0)
-    entry = max((sum(unit.image_bytes + _GRAIN for unit in entry.units) for entry in partition.entries), default=0)
+    entry = _at_once(partition)
     bucket = max((unit.grad_bytes for unit in units), default=0) + _GRAIN
     wide = max((unit.wide_bytes for unit in units if unit.has_wide_form), default=0)
     return Room(weights=entry + largest, bucket=bucket if training else 0, wide=wide if training else 0)
@@ -98,12 +99,12 @@ def room_for(partition: Partition, small: Callable[[], Partition], free_bytes: i
 
 def _at_once(partition: Partition) -> int:
     """The most bytes of weights that modules use at once: of one and of those around it."""
-    most = 0
-    inside = [(entry, {id(module) for module in entry.module.modules()}) for entry in partition.entries]
+    around: dict[int, set[Unit]] = {id(entry.module): set() for entry in partition.entries}
     for entry in partition.entries:
-        around = [other.units for other, modules in inside if id(entry.module) in modules]
-        most = max(most, sum(unit.image_bytes + _GRAIN for unit in {unit for units in around for unit in units}))
-    return most
+        for module in entry.module.modules():
+            if id(module) in around:
+                around[id(module)].update(entry.units)
+    return max((sum(unit.image_bytes + _GRAIN for unit in units) for units in around.values()), default=0)
 
 
 def place(cut: Cut, ledger: Ledger, *, measured: bool, reserve_bytes: int = 0, enough: Callable[[], int]) -> Placement:

@@ -104,6 +104,7 @@ class Unit:
         for place in self.trained:
             place.state_at //= 4
         self.master_bytes = _lay_out(self.trained, "master_at", lambda place: place.master_bytes)
+        self.row_bytes: dict[int, int] = {}  # of fused experts (routed.py): the bytes of each, by index of the place
         self.has_wide_form = any(place.dtype.itemsize < 4 for place in self.trained)
 
     def views(self, image: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -45,6 +45,7 @@ class Stay:
     places: set[Hashable]  # streams that have computed with them
     loaded: Event  # after it, the bytes are there
     version: int  # of the home image
+    rows: set[int] | None = None  # the fused experts that are there; None: all bytes are
     waited: tuple[Hashable, Event] | None = None  # the last place that has waited for ``loaded``, and which
     typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)  # ``base`` in other dtypes
     views: dict[int, torch.Tensor] = field(default_factory=dict)  # made by model/views.py, by place
@@ -85,7 +86,7 @@ class WeightState(enum.Enum):
     """Where a unit's weights are. The home image occupies RAM in every state."""
 
     ABSENT = "absent"  # nothing on the device
-    CURRENT = "current"  # a copy in the pool; until ``stay.loaded`` it is on its way
+    CURRENT = "current"  # a copy in the pool, or some rows of it; until ``stay.loaded`` it is on its way
     STALE = "stale"  # a copy in the pool, older than the home image: nothing uses it, and the next load drops it
 
 
@@ -113,6 +114,10 @@ class Residence:
     def is_current(self) -> bool:
         """Whether ``state`` is CURRENT. Cheaper: every use asks for the state of each unit ahead."""
         return self.stay is not None and self.stay.version == self.version
+
+    def comes_by_rows(self) -> bool:
+        """Whether its unit is fused experts: which of them come is known when a call names them."""
+        return bool(self.unit.row_bytes)
 
 
 class Borrower(Protocol):
@@ -148,6 +153,8 @@ class Residency:
         # link is the limit: each prefetch evicts the unit that was used last, which is loaded again a pass later, and
         # so every unit is loaded in every pass. With a fixed resident set, a pass loads each of the other units once.
         self.kept: frozenset[int] = frozenset()
+        # Whether the last call of fused experts named so few that those alone were loaded. Then none are prefetched.
+        self.by_rows = False
         self.borrowers: list[Borrower] = []  # are asked when nothing else makes room; they add themselves
 
     # --- room

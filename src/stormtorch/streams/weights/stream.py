@@ -7,7 +7,7 @@ so that they keep no memory. When backward asks for one, it is found again where
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 
@@ -66,6 +66,8 @@ class ParameterStream:
         """Load the units that no prefetch evicts now, in their order."""
         for index in sorted(self.residency.kept):
             residence = self.residences[index]
+            if self.residency.by_rows and residence.comes_by_rows():
+                continue
             if residence.state is WeightState.ABSENT and self.load(residence, float("inf")) is None:
                 return  # memory that user code holds is in the way
 
@@ -93,18 +95,24 @@ class ParameterStream:
             return None
         return None if tensor.is_conj() or tensor.is_neg() else residence  # lazy views keep the device copy
 
-    def present(self, residence: Residence) -> Stay:
-        """The unit's copy on the device, loaded where there is none that is current."""
+    def present(self, residence: Residence, rows: frozenset[int] | None = None) -> Stay:
+        """The unit's copy on the device, loaded where there is none that is current. Of fused experts at least
+        ``rows``; None: all."""
         if not residence.is_current():
             if residence.state is WeightState.STALE:
                 self.residency.drop(residence)
-            self._emit(What.MISS, residence.unit)
-            self.residency.insist(lambda: self.load(residence, 0), residence.unit.image_bytes, Tag.PARAMETERS)
-        assert residence.stay is not None
-        return residence.stay
+            if rows is None:
+                self._emit(What.MISS, residence.unit)
+            self.residency.insist(lambda: self.load(residence, 0, rows), residence.unit.image_bytes, Tag.PARAMETERS)
+        stay = residence.stay
+        assert stay is not None
+        if stay.rows is not None:
+            self._complete(residence, stay, stay.rows, rows)
+        return stay
 
-    def load(self, residence: Residence, distance: float) -> Stay | None:
-        """Load a unit, into room of units whose next use is farther than ``distance``; None if there is none."""
+    def load(self, residence: Residence, distance: float, rows: frozenset[int] | None = None) -> Stay | None:
+        """Load a unit, or ``rows`` of it, into room of units whose next use is farther than ``distance``; None if there
+        is none."""
         unit = residence.unit
         lane = self._lanes.load
         piece = self.residency.take(unit.image_bytes, lane, distance)
@@ -114,21 +122,75 @@ class ParameterStream:
         places: set[Hashable] = set()
         base = self._pool.lend(piece, uses, places)
         residence.gate.hold(lane)
-        lane.copy(piece.bytes, residence.image, Tag.PARAMETERS, unit.index)
+        if rows is None:
+            lane.copy(piece.bytes, residence.image, Tag.PARAMETERS, unit.index)
+            size = unit.image_bytes
+        else:
+            size = self._copy_rows(residence, piece.bytes, rows, and_others=True)
         loaded = lane.record()
         uses.append(loaded)  # compute may never wait for the load
-        residence.stay = Stay(base, piece.bytes, uses, places, loaded, residence.version)
+        there = None if rows is None else set(rows)
+        residence.stay = Stay(base, piece.bytes, uses, places, loaded, residence.version, there)
         residence.last_load = loaded
         residence.loads += 1
-        self._emit(What.LOAD, unit)
+        self._emit(What.LOAD, unit, size)
         self._by_storage[base.data_ptr()] = residence
         if self._serial:
             loaded.synchronize()
         return residence.stay
 
-    def _emit(self, what: What, unit: Unit) -> None:
+    def _complete(self, residence: Residence, stay: Stay, there: set[int], rows: frozenset[int] | None) -> None:
+        """Load those of ``rows`` that are not ``there``; None: all that are not. Nothing has read where they go."""
+        missing = (frozenset(range(_experts(residence.unit))) if rows is None else rows) - there
+        if not missing:
+            return
+        size = self._copy_rows(residence, stay.memory, missing, and_others=False)
+        stay.loaded = residence.last_load = self._lanes.load.record()
+        stay.uses.append(stay.loaded)
+        stay.rows = None if rows is None else there | missing
+        self._emit(What.LOAD, residence.unit, size)
+        if self._serial:
+            stay.loaded.synchronize()
+
+    def _copy_rows(self, residence: Residence, target: torch.Tensor, rows: Iterable[int], *, and_others: bool) -> int:
+        """Copy these experts from home, neighbours at once; ``and_others``: also parameters without rows. Returns the
+        bytes."""
+        unit, copied = residence.unit, 0
+        runs = list(_runs(rows))
+        for place in unit.places:
+            row = unit.row_bytes.get(place.index)
+            spans = [(first * row, last * row) for first, last in runs] if row is not None else []
+            if row is None and and_others:
+                spans = [(0, place.count * place.dtype.itemsize)]
+            for start, end in spans:
+                part = slice(place.at + start, place.at + end)
+                self._lanes.load.copy(target[part], residence.image[part], Tag.PARAMETERS, unit.index)
+                copied += end - start
+        return copied
+
+    def _emit(self, what: What, unit: Unit, size: int | None = None) -> None:
         now_s = time.perf_counter()
-        self._sink(Span(what, now_s, now_s, tag=Tag.PARAMETERS, bytes=unit.image_bytes, unit=unit.index))
+        size = unit.image_bytes if size is None else size
+        self._sink(Span(what, now_s, now_s, tag=Tag.PARAMETERS, bytes=size, unit=unit.index))
+
+
+def _experts(unit: Unit) -> int:
+    index, row_bytes = next(iter(unit.row_bytes.items()))
+    place = unit.places[index]
+    return place.count * place.dtype.itemsize // row_bytes
+
+
+def _runs(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours among ``rows``, as (first, one past the last)."""
+    first = last = -1
+    for row in sorted(rows):
+        if row != last:
+            if last > first:
+                yield first, last
+            first = row
+        last = row + 1
+    if last > first:
+        yield first, last
 
 
 def version_of(place: Place) -> int:
