@@ -7,6 +7,7 @@
 #   busy:MODEL         only the busy time of that, by our report and torch.profiler       (60 s)
 #   long               one sequence of 65,536 tokens                                  (380 s)
 #   generate           one sequence from 7e9 weights in 6 GiB                         (130 s)
+#   experts            the same from 30e9 weights, a mixture of 128 experts, in 12 GiB  (not timed yet)
 #   models[:CASE,...]  models of transformers and diffusers, each beside resident and FSDP2; CASE is MODEL[:SHAPE]
 #                      (not timed yet; a model and a shape should take 200 to 300 s: name one or two at a time)
 #   main, sizes        the training table's streamed cases; the same at 32 and 2 sequences   (60 s, 90 s)
@@ -66,6 +67,7 @@ run() {
       python3 -m benchmarks.trainer.long --methods checkpoint --limit 90 --warm 5 --steps 4 --commit "$commit" --out "$out/long-checkpoint"
       ;;
     generate) python3 -m benchmarks.inference link storm-no-cudnn storm accelerate --tokens 20 --warm 12 --limit 62 --commit "$commit" --out "$out/generate" ;;
+    experts) python3 -m benchmarks.inference link storm-no-cudnn accelerate --size moe-30b --vram 12GiB --tokens 32 --warm 12 --limit 170 --commit "$commit" --out "$out/experts" ;;
     models | models:*)
       words=${1#models}
       words=${words#:}

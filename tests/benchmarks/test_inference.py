@@ -32,3 +32,15 @@ def test_a_tiny_model_generates_in_every_case(tmp_path: Path) -> None:
     assert float(rows["storm"]["of the link"]) > 0
     assert float(rows["storm"]["of vram"]) > 0.9
     assert "units are resident" in (tmp_path / "t.log").read_text()
+
+
+@pytest.mark.wide
+def test_a_tiny_mixture_of_experts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "benchmarks.inference", "resident", "storm", "--tiny", "--size", "moe-30b"]
+    command += ["--commit", "this", "--out", str(tmp_path / "t")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "t.log").read_text()
+    rows = [line.strip("| ").split(" | ") for line in (tmp_path / "t.md").read_text().splitlines()]
+    found = {row[0]: row[-1] for row in rows if row[0] in ("resident", "storm")}
+    assert found["resident"] == found["storm"] != ""

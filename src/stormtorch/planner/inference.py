@@ -283,8 +283,7 @@ class Inference:
         size = sum(self._sizes[index] for index in kept)
         return Choice(
             reason=f"{len(kept)} of {len(self._sizes)} units are resident, {format_bytes(size)} of "
-            f"{format_bytes(sum(self._sizes))}; "
-            + ("gradients need the memory" if self._gave_way else self._passing),
+            f"{format_bytes(sum(self._sizes))}; " + ("gradients need the memory" if self._gave_way else self._passing),
             origin=Origin.MEASURED,
         )
 
