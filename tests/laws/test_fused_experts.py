@@ -219,6 +219,51 @@ def test_user_code_that_looks_at_all_experts_within_a_call() -> None:
         assert len(seen[id(streamed.model)]) == 3 * LAYERS
 
 
+@pytest.mark.parametrize("kind", ["before", "after", "everywhere", "forward"])
+def test_user_code_around_the_call_of_experts(kind: str) -> None:
+    """It sees device views, and may change which experts are asked for."""
+    seen: dict[int, list[float]] = {}
+
+    def attach(model: Any) -> list[Any]:
+        handles = []
+
+        def shifted(module: Any, args: Any) -> Any:
+            seen.setdefault(id(model), []).append(float(module.down_proj.abs().sum()))
+            return args[0], (args[1] + 1) % EXPERTS, args[2]
+
+        def summed(module: Any, *_: Any) -> None:
+            if isinstance(module, type(model.model.layers[0].mlp.experts)):
+                seen.setdefault(id(model), []).append(float(module.down_proj.abs().sum()))
+
+        for layer in model.model.layers:
+            experts = layer.mlp.experts
+            if kind == "before":
+                handles.append(experts.register_forward_pre_hook(shifted))
+            elif kind == "after":
+                handles.append(experts.register_forward_hook(summed))
+            elif kind == "forward":
+
+                def forward(*args: Any, experts: Any = experts) -> Any:
+                    return type(experts).forward(experts, *shifted(experts, args))
+
+                experts.forward = forward
+        if kind == "everywhere":
+            handles.append(nn.modules.module.register_module_forward_hook(summed))
+        return handles
+
+    with Streamed() as streamed:
+        outputs = []
+        for model in (streamed.plain, streamed.model):
+            handles = attach(model)
+            with torch.no_grad():
+                outputs.append([model(tokens(number, 1)).logits for number in range(3)])
+            for handle in handles:
+                handle.remove()
+        assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
+        assert seen[id(streamed.plain)] == seen[id(streamed.model)]
+        assert len(seen[id(streamed.model)]) == 3 * LAYERS
+
+
 def test_gradients_need_all_experts() -> None:
     with Streamed() as streamed:
         for number in range(3):

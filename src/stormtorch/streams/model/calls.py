@@ -29,6 +29,7 @@ from ..bridge.module_calls import ModuleCall, WrappedCalls
 from ..bridge.ranks import refuse_ranks
 from ..bridge.torch_private import (
     current_pass,
+    has_global_hooks,
     in_backward,
     in_functorch,
     never_traced,
@@ -168,8 +169,7 @@ class Calls:
                 if installed is not None:
                     if self._schedule.witness is not None:
                         self._schedule.witness.enter((args, kwargs))
-                    routed = None if in_graph or torch.is_grad_enabled() else installed.entry.routed
-                    rows = None if routed is None else routed.rows(args, kwargs)
+                    rows = None if in_graph else self._rows(installed.entry, args, kwargs)
                     stack.append(installed)
                     self._install(installed, in_graph, rows)
                 result = self._run(installed, in_graph, original, args, kwargs)
@@ -265,6 +265,16 @@ class Calls:
         if tensor.device.type != "cpu" or isinstance(tensor, (HomeParameter, HomeView)):
             return tensor
         return tensor.to(self._device, non_blocking=not tensor.is_pinned())  # user code may refill a pinned one at once
+
+    @staticmethod
+    def _rows(entry: Entry, args: Any, kwargs: Any) -> frozenset[int] | None:
+        """Of fused experts, those that the call needs; None: it needs the whole unit, as other modules do."""
+        if entry.routed is None or torch.is_grad_enabled() or in_functorch():
+            return None
+        module = entry.module
+        if module._forward_hooks or module._forward_pre_hooks or has_global_hooks() or "forward" in module.__dict__:
+            return None  # user code may look at other experts, or name others
+        return entry.routed.rows(args, kwargs)
 
     @locked
     def _install(self, installed: Installed, in_graph: bool, rows: frozenset[int] | None) -> None:
