@@ -15,6 +15,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 
+import hypothesis
 import pytest
 import torch
 
@@ -30,6 +31,14 @@ from .thinning import thinned
 KINDS = {"pair"}  # fixtures that are made in several kinds, for every test of a file
 FAST = bool(os.environ.get("STORM_FAST"))
 collect_ignore = ["benchmarks", "integrations", "kill"] if FAST else []  # processes, and packages that load slowly
+
+# Examples may take their time where other processes keep the cores busy; ours make what they change themselves.
+hypothesis.settings.register_profile(
+    "storm",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("storm")
 
 # A background job or nohup has SIGINT ignored, and Python then installs no handler; the tests of Ctrl-C need theirs.
 signal.signal(signal.SIGINT, signal.default_int_handler)

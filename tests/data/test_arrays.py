@@ -19,7 +19,7 @@ from .reading import read_all, the_field
 DTYPES = ["bool", "uint8", "int16", "uint16", "int32", "uint32", "int64", "float16", "float32", "float64", "complex64"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     dtype=st.sampled_from(DTYPES),
     rows=st.integers(1, 9),

@@ -24,7 +24,7 @@ def _save(
     return paths
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.integers(1, 30), data=st.data())
 def test_fields_cut_anywhere_stay_aligned(
     tmp_path_factory: pytest.TempPathFactory, rows: int, data: st.DataObject

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormtorch import StormError
@@ -71,7 +71,7 @@ def test_damage_never_leads_outside_the_file(tmp_path: Path, make: Callable[[Pat
     whole = path.read_bytes()
     reach = min(len(whole), 400)  # the headers; beyond them is payload, in which there is nothing to find
 
-    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=150, database=None)
     @given(
         changes=st.lists(st.tuples(st.integers(0, reach - 1), st.integers(0, 255)), max_size=4),
         cut=st.none() | st.integers(0, len(whole)),

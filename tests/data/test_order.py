@@ -19,7 +19,7 @@ def whole(order: Order, epoch: int = 0) -> Rows:
     return order.rows(epoch, 0, order.rows_per_epoch)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     shards=st.lists(st.integers(1, 60), min_size=1, max_size=8),
     row_bytes=st.integers(1, 5 * MiB),
@@ -68,7 +68,7 @@ def test_every_row_exactly_once_and_ranks_alike(
         assert times.sum() - total == -total % world, "only what makes ranks equal is repeated"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     shards=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     shuffle=st.booleans(),
@@ -150,7 +150,7 @@ def test_the_shuffle_is_close_to_uniform() -> None:
 
 
 @given(st.integers(1, 5000), st.integers(1, 300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_windows_are_equal(rows: int, most: int) -> None:
     order = Order([rows], MiB, OrderSettings(shuffle=True, window_bytes=most * MiB))
     sizes = [len(order.window(0, number).rows()) for number in range(order.windows)]
@@ -176,7 +176,7 @@ def test_a_full_shuffle_is_uniform() -> None:
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_permutations_are_permutations(count: int, key: int) -> None:
     everything = np.arange(count)
     assert np.array_equal(np.sort(permutation(count, key)), everything)

@@ -28,7 +28,7 @@ def write_documents(path: Path, documents: list[Any]) -> Path:
     return path
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(documents=st.lists(st.lists(st.integers(0, 999), max_size=6), max_size=30), shard=st.integers(1, 60))
 def test_documents_of_tokens(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], shard: int) -> None:
     directory = tmp_path_factory.mktemp("pack")

@@ -75,7 +75,7 @@ def test_golden_bytes(tmp_path: Path) -> None:
     }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(pieces=st.lists(st.integers(0, 9), min_size=1, max_size=6), shard_bytes=st.integers(1, 90))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, pieces: list[int], shard_bytes: int) -> None:
     out = tmp_path_factory.mktemp("packed") / "out"

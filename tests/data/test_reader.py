@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,7 +51,7 @@ class Groups(DecodedSource):
         return {"x": rows + torch.arange(self.width) / 1024}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     shards=st.lists(st.integers(1, 120), min_size=1, max_size=5),
     width=st.integers(1, 700),
@@ -202,7 +202,7 @@ def test_rows_that_overlap(tmp_path: Path, reading: str) -> None:
     assert torch.equal(found, found[:, :1] + torch.arange(101))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     groups=st.lists(st.integers(1, 200), min_size=1, max_size=8),
     batch=st.integers(1, 100),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormtorch.core.errors import SettingError
@@ -28,7 +28,7 @@ def batches_of(loader: DataLoader) -> list[list[int]]:
     return [rows_in(batch) for batch in loader]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     stop=st.integers(1, 22),
     shuffle=st.sampled_from([True, False, "full"]),

@@ -33,7 +33,7 @@ def llmc(path: Path, count: int, dtype: str = "<u2", magic: int = 20240520, vers
     return path
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(count=st.integers(1, 60), sequence=st.integers(1, 9), extra=st.integers(0, 2), stride=st.integers(1, 12))
 def test_windows_are_cut_by_the_formula(
     tmp_path_factory: pytest.TempPathFactory, count: int, sequence: int, extra: int, stride: int

@@ -106,7 +106,7 @@ def close(ours: Result, expected: Result, rtol: float = 1e-9, atol: float = 1e-1
 # ------------------------------------------------------------------------------------------------------ same numbers
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     leading=st.lists(st.integers(0, 5), max_size=3).map(tuple),
     classes=st.integers(1, 90),

@@ -20,7 +20,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(operations, st.sampled_from([1, 16]))
 def test_nothing_overlaps_nothing_leaks(steps: list[tuple[str, int]], grain: int) -> None:
     extents, live = Extents(CAPACITY, grain=grain), dict[int, int]()

@@ -140,7 +140,7 @@ def gate() -> Iterator[Gate]:
 # --- what is written comes back ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     requests=st.lists(st.tuples(st.booleans(), st.integers(0, SIZE), st.integers(0, SIZE)), min_size=1, max_size=12),
     buffered=st.booleans(),

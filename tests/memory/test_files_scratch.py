@@ -131,7 +131,7 @@ def test_a_forgotten_file_is_charged_as_long_as_a_request_holds_it(tmp_path: Pat
 # --- extents ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(sizes=st.lists(st.integers(0, 60_000), max_size=25), buffered=st.booleans())
 def test_extents_keep_their_content(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], buffered: bool) -> None:
     live: list[tuple[FileExtent, torch.Tensor]] = []

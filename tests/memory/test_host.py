@@ -47,7 +47,7 @@ def roomy() -> Ledger:
     return Ledger(Budget(tier=Tier.HOST, limit_bytes=GiB, given="ram='1GiB'"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 40_000), st.sampled_from([None, 1, 512, 4096])), max_size=60))
 def test_tensors_never_overlap_and_keep_their_bytes(sizes: list[tuple[int, int | None]]) -> None:
     ledger = roomy()

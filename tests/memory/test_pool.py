@@ -31,7 +31,7 @@ def opened(device: torch.device, ledger: Ledger, size: int, *, poison: bool = Fa
     return lanes, pool
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(moves=st.lists(st.tuples(st.booleans(), st.integers(1, 5000), st.integers(0, 100)), max_size=60))
 def test_pieces_never_overlap_and_nothing_is_lost(moves: list[tuple[bool, int, int]]) -> None:
     from stormtorch.core.budget import Budget

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -73,7 +73,7 @@ def lines(*pieces: tuple[int, int, int, int, int], map: int = 0) -> NDArray[np.i
     return np.array([(*piece, map) for piece in pieces], dtype=np.int64).reshape(-1, 6)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     places=st.lists(st.tuples(st.integers(0, (1 << 20) - 70000), st.integers(0, 70000)), max_size=40),
     contiguous=st.booleans(),

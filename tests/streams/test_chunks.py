@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -51,7 +51,6 @@ def test_they_follow_each_other_and_are_small(sizes: list[tuple[int, torch.dtype
     assert all(len(chunk.states) <= max(64, most) + gaps for chunk in chunks)
 
 
-@settings(deadline=None)
 @given(parameters, st.integers(1, 2000), st.booleans(), st.integers(0, 3000))
 def test_every_element_is_updated_once_with_what_belongs_to_it(
     sizes: list[tuple[int, torch.dtype]], most: int, wide: bool, done: int
