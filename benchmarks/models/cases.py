@@ -37,9 +37,16 @@ MODELS = {
     "vit-2b": Model(config="vit-2b", tiny="tiny-vit"),
     "dit-2b": Model(config="dit-2b", tiny="tiny-dit"),
     "lora-7b": Model(config="llama-7b", tiny="tiny", methods=_ADAPTERS, limit_s=200),
+    "lora-moe-30b": Model(
+        config="moe-30b", tiny="tiny-moe", methods=_ADAPTERS, shapes=("8x1024",), vram=("12GiB", "24GiB"), limit_s=400
+    ),
     "generate-7b": Model(
         config="llama-7b", tiny="tiny-deep", methods=_GENERATION, shapes=("1x64",), tiny_shape="1x8",
         vram=("6GiB", "6GiB"), tiny_vram="4MiB",
+    ),
+    "generate-moe-30b": Model(
+        config="moe-30b", tiny="tiny-moe", methods=_GENERATION, shapes=("1x64",), tiny_shape="1x8",
+        vram=("12GiB", "12GiB"), tiny_vram="4MiB", limit_s=400,
     ),
 }  # fmt: skip
 

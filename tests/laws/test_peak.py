@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch import nn
 
 import stormtorch as storm
 from stormtorch.core.sizes import MiB
@@ -64,6 +67,46 @@ def test_many_forwards_that_nobody_finishes() -> None:
             loss.backward()
         optimizer.step()
         assert session.ledger.peak_bytes(Tier.DEVICE) <= tight(model)
+
+
+class _Product(nn.Module):
+    """Two layers that are units of their own in a small budget, and are never called."""
+
+    def __init__(self, width: int, *, views: bool) -> None:
+        super().__init__()
+        self.down, self.up = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.views = views
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down = self.up.weight, self.down.weight
+        if self.views:
+            up, down = up.reshape(-1, 4, 64).transpose(0, 1), down.reshape(4, -1, 64).transpose(1, 2)
+            x = x.view(4, -1, 64)
+        return torch.as_tensor(x + x @ (up.transpose(-1, -2) @ down.transpose(-1, -2)).tanh()).flatten(0, -2)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_weights_that_user_code_multiplies_with_each_other(device: torch.device, views: bool) -> None:
+    """They are on the device at once, and autograd keeps neither of them there, nor views of them."""
+    found = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_Product(64, views=views) for _ in range(12)))
+        if not streamed:
+            model.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        with stream(model, optimizer, vram=6 * 64 * 64 * 4, device=device, seed=0) if streamed else nullcontext():
+            for number in range(3):
+                x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number)).to(device)
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        found.append((losses, [parameter.detach().cpu() for parameter in model.parameters()]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
 
 
 @pytest.mark.gpu

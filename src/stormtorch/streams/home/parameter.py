@@ -135,6 +135,8 @@ class HomeParameter(nn.Parameter):
         go."""
         if "_storm" not in vars(self):
             return super().set_(*(() if source is None else (source,)), *rest, **named)
+        if source is self and not (rest or named):
+            return self
         if not isinstance(source, torch.Tensor) or rest or named:
             raise StormError(
                 f"set_ cannot give the streamed parameter {self._storm[1].name!r} other memory. Assign a tensor of its "

@@ -309,8 +309,8 @@ class Calls:
 
 def _takes_twin(use: Use) -> bool:
     """Whether a call has to install the parameter's twin in that module."""
-    if isinstance(use.module, nn.RNNBase):
-        return False  # it would keep the twins in its own list of weights
+    if use.wrapped or isinstance(use.module, nn.RNNBase):
+        return False  # the adapter, or the module's own list of weights, would keep the twins
     if use.module._parameters.get(use.name) is use.parameter:
         return use.name not in use.module.__dict__  # else a call around this one has installed it
     # Another tensor stands there: from functional_call, or a parameter that user code has set. Transformations of

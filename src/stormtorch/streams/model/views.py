@@ -102,6 +102,7 @@ class Twins:
     def of(self, place: Place) -> torch.Tensor:
         """One parameter's twin, lent to user code."""
         stay = self._schedule.use(place.unit)
+        self._schedule.residency.lend(place.unit)
         return self.lend(place, self.of_unit(place.unit, stay, [place], in_backward())[0])
 
     def lend(self, place: Place, tensor: torch.Tensor) -> torch.Tensor:
@@ -131,5 +132,6 @@ class Twins:
     def end_pass(self) -> None:
         """Forget the twins of this pass."""
         self._with_graph.clear()
+        self._schedule.residency.lent.clear()
         self.passes.lent.clear()
         self.passes.known.clear()

@@ -17,6 +17,7 @@ from torch import nn
 
 from ...core.errors import SettingError
 from ...core.sizes import MiB
+from ..bridge.adapters import parametrized_in_forward
 from ..bridge.torch_private import has_plain_storage
 from .routed import Routed, routed
 from .unit import Place, Unit, is_dense
@@ -33,6 +34,7 @@ class Use:
     name: str
     parameter: nn.Parameter
     place: Place = field(init=False)  # in its unit; `partition` sets it
+    wrapped: bool = field(init=False, default=False)  # an adapter parametrizes it in each forward
 
 
 @dataclass(eq=False)
@@ -131,10 +133,12 @@ def partition(
                 large.append(unit)
             places.update((id(place.parameter), place) for place in unit.places)
         entries += made
+    wrapped = parametrized_in_forward(model)
     for entry in entries:
         entry.uses = [use for use in entry.uses if id(use.parameter) not in left]
         for use in entry.uses:
             use.place = places[id(use.parameter)]
+            use.wrapped = (id(use.module), use.name) in wrapped
         entry.units = list(dict.fromkeys(use.place.unit for use in entry.uses))
         if entry.routed is not None:
             _divide(entry, entry.routed)
@@ -165,9 +169,10 @@ def containers_of(model: nn.Module, entries: list[Entry]) -> list[nn.Module]:
 
 
 def _divide(entry: Entry, routed: Routed) -> None:
-    """Let the entry's unit be loaded by rows, unless others have parameters in it."""
+    """Let the entry's unit be loaded by rows, unless others have parameters in it, or an adapter needs all rows."""
     own = {id(use.parameter) for use in entry.uses}
-    if len(entry.units) == 1 and all(id(place.parameter) in own for place in entry.units[0].places):
+    alone = len(entry.units) == 1 and all(id(place.parameter) in own for place in entry.units[0].places)
+    if alone and not any(use.wrapped for use in entry.uses):
         unit = entry.units[0]
         unit.row_bytes = {place.index: routed.row_bytes(place) for place in unit.places if routed.has_row(place)}
     else:

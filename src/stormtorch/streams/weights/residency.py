@@ -13,9 +13,10 @@ from __future__ import annotations
 import enum
 import gc
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,12 +28,13 @@ from ...memory.lanes.flags import Flag
 from ...memory.lanes.lane import Event, Lane
 from ...memory.pools.pool import DevicePool, Piece
 from ..bridge.lock import locked
-from ..bridge.torch_private import outside_functorch
+from ..bridge.torch_private import StorageReference, outside_functorch
 from ..units.order import Order
 from ..units.unit import Unit
 from .graph_twins import GraphTwins
 
 T = TypeVar("T")
+_LENT = 4  # units: an operation of user code has weights of one or two
 
 
 @dataclass(eq=False, slots=True)
@@ -120,6 +122,14 @@ class Residence:
         return bool(self.unit.row_bytes)
 
 
+class _Dropped(NamedTuple):
+    """A copy that was dropped: tensors of user code may still show it."""
+
+    residence: Residence
+    version: int  # of the home image
+    memory: StorageReference
+
+
 class Borrower(Protocol):
     """Holds bytes of the pool that it can do without."""
 
@@ -146,7 +156,11 @@ class Residency:
         self.lock = threading.RLock()
         self.order = Order(len(residences))
         self.by_storage: dict[int, Residence] = {}  # device copies, by the address of their storage
+        self._dropped: dict[int, _Dropped] = {}  # those that are dropped and perhaps not gone
         self.current: Residence | None = None  # the unit in use: dropped only where nothing else is left
+        # The last units whose weights user code got without a module: it may still compute with them, and what autograd
+        # saves of a dropped copy keeps its memory. Dropped only where nothing else is left, too.
+        self.lent: deque[Residence] = deque(maxlen=_LENT)
         # The last use: its copy, load, direction, and the pool's state.
         self.last_use: tuple[Stay, Event, bool, int] | None = None
         # Units that no prefetch evicts. Farthest next use first is not enough where passes repeat one order and the
@@ -177,19 +191,20 @@ class Residency:
 
     def take(self, size: int, lane: Lane, distance: float) -> Piece | None:
         """Take ``size`` bytes; evicts copies whose next use is farther than ``distance`` if it must."""
+        lent = [residence for residence in self.lent if residence.is_current()]
         while (piece := self.pool.take(size, lane)) is None:
             victims = [
-                (not self._keeps(residence), self._distance(residence), residence.unit.index)
+                (residence not in lent, not self._keeps(residence), self._distance(residence), residence.unit.index)
                 for residence in self.residences
                 if residence.stay is not None and not residence.installed and residence is not self.current
             ]
-            victims = [victim for victim in victims if victim[1] > distance and (victim[0] or distance == 0)]
+            victims = [v for v in victims if v[2] > distance and ((v[0] and v[1]) or distance == 0)]
             if not victims:
                 if distance == 0 and self.current is not None and self.current.stay and not self.current.installed:
                     self.drop(self.current)
                     continue
                 return None
-            self.drop(self.residences[max(victims)[2]])
+            self.drop(self.residences[max(victims)[3]])
         return piece
 
     def insist(self, attempt: Callable[[], T | None], size: int, tag: Tag) -> T:
@@ -207,6 +222,13 @@ class Residency:
         if result is None:
             raise self._no_room(size, tag)
         return result
+
+    def lend(self, unit: Unit) -> None:
+        """Note that user code has got weights of ``unit`` without a module."""
+        residence = self.residences[unit.index]
+        if residence in self.lent:
+            self.lent.remove(residence)
+        self.lent.append(residence)
 
     def may_give_way(self, index: int, distance: float) -> bool:
         """Whether a unit can be evicted for something that is used sooner than at ``distance``."""
@@ -239,6 +261,7 @@ class Residency:
         stay, residence.stay = residence.stay, None
         assert stay is not None
         self.by_storage.pop(stay.base.data_ptr(), None)
+        self._note_dropped(residence, stay)
         if self.last_use is not None and self.last_use[0] is stay:
             self.last_use = None  # it would keep the copy
         self.twins.let_go(residence.unit.index)
@@ -246,6 +269,19 @@ class Residency:
         stay.views.clear()
         stay.idle.clear()
         del stay
+
+    def _note_dropped(self, residence: Residence, stay: Stay) -> None:
+        if len(self._dropped) > len(self.residences):
+            self._dropped = {address: old for address, old in self._dropped.items() if not old.memory.gone}
+        memory = StorageReference(stay.base.untyped_storage())
+        self._dropped[stay.base.data_ptr()] = _Dropped(residence, stay.version, memory)
+
+    def find_dropped(self, address: int) -> Residence | None:
+        """The unit of which the storage at ``address`` is a dropped copy, if that has the values of the home image."""
+        old = self._dropped.get(address)
+        if old is None or old.version != old.residence.version or old.memory.gone:
+            return None
+        return old.residence
 
     @locked
     def drop_at(self, address: int) -> int | None:
@@ -260,6 +296,7 @@ class Residency:
     def drop_all(self) -> None:
         """Forget every copy on the device."""
         self.current = self.last_use = None
+        self.lent.clear()
         for residence in self.residences:
             if residence.stay is not None:
                 self.drop(residence)
@@ -268,3 +305,4 @@ class Residency:
         """Release home memory: graphs that outlive the session keep this object alive."""
         self.drop_all()
         self.residences.clear()
+        self._dropped.clear()

@@ -90,7 +90,8 @@ class ParameterStream:
         if not low <= address < high:  # most tensors are not weights: this is the cheapest test
             return None
         # Where its storage begins: asking the storage makes an object of it.
-        residence = self._by_storage.get(address - int(tensor.storage_offset()) * tensor.itemsize)
+        start = address - int(tensor.storage_offset()) * tensor.itemsize
+        residence = self._by_storage.get(start) or self.residency.find_dropped(start)
         if residence is None or type(tensor) not in _PLAIN or tensor.numel() == 0:
             return None
         return None if tensor.is_conj() or tensor.is_neg() else residence  # lazy views keep the device copy
