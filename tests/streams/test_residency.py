@@ -166,5 +166,8 @@ def test_a_copy_is_found_by_its_address(world: World) -> None:
     assert stay is not None
     assert world.weights.residence_of(stay.base) is world.residency.residences[1]
     assert world.residency.drop_at(stay.memory.data_ptr()) == 1
-    assert world.weights.residence_of(stay.base) is None
     assert world.residency.drop_at(stay.memory.data_ptr()) is None
+    # What autograd saves of it is still a weight, which can be loaded again, unless that has changed since.
+    assert world.weights.residence_of(stay.base) is world.residency.residences[1]
+    world.weights.changed(world.residency.residences[1].unit, by_step=False)
+    assert world.weights.residence_of(stay.base) is None

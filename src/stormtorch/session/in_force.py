@@ -8,7 +8,6 @@ from ..core.plan import Activations, GradientRing, Limit, OptimizerShare, Origin
 from ..core.tags import Tier
 from ..memory.books.ledger import Ledger
 from ..streams.settings import Settings
-from ..streams.units.placement import division
 from ..streams.units.unit import Unit
 from .build import Parts
 
@@ -17,12 +16,11 @@ def plan_in_force(parts: Parts, settings: Settings) -> Plan:
     ground, pool = parts.ground, parts.tuning.placement
     if parts.inference is not None and (chosen := parts.inference.choice) is not None:
         pool = replace(pool, reason=chosen.reason, origin=chosen.origin)
-    vram = _limit(ground.ledger, Tier.DEVICE)
     return Plan(
-        vram=vram,
+        vram=_limit(ground.ledger, Tier.DEVICE),
         ram=_limit(ground.ledger, Tier.HOST),
         pool=pool,
-        division=division(vram.limit_bytes, left_bytes=sum(left.nbytes for left in ground.partition.left)),
+        division=ground.division,
         units=_units(parts, all_resident=pool.is_whole),
         gradients=_gradients(parts, settings),
         step=None if parts.optimizer is None else settings.step_mode,

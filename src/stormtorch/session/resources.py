@@ -13,8 +13,8 @@ from torch import nn
 
 from ..core.endings import Endings
 from ..core.errors import SettingError
-from ..core.plan import Placement
-from ..core.sizes import round_up
+from ..core.plan import Division, Placement
+from ..core.sizes import as_setting, parse_bytes
 from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Ledger, open_ledger
 from ..memory.books.limits import usable_device
@@ -37,7 +37,7 @@ from ..streams.optimizer.device_states import kept_bytes
 from ..streams.optimizer.torch_step import is_separable
 from ..streams.settings import Settings, Trial
 from ..streams.units.partition import Partition, partition
-from ..streams.units.placement import Cut, division, place, room_for
+from ..streams.units.placement import UNITS_IN_BUDGET, Cut, division, place, room_for
 from ..streams.units.sizes import Homes, homes_for
 from ..streams.units.unit import Unit
 
@@ -49,6 +49,7 @@ class Outline:
     device: torch.device
     ledger: Ledger
     partition: Partition
+    division: Division
     placement: Placement
     homes: Homes
     meter: DeviceMeter | None  # None: memory on the device is not counted
@@ -109,22 +110,22 @@ def outline(
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
     cutting = _Cutting(model, settings, by_rows=optimizer is None)
-    whole = cutting.parted(limit)
-    units = whole.units
-    if not units:
-        left = f": all {len(whole.left)} are left out, by only= or leave=, or for their kind" if whole.left else ""
-        raise SettingError(f"The model has no parameters to stream{left}.")
-    training = any(unit.trained for unit in units)
-    kept = sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept])
-    meter = trial.meter or device_meter_for(device)
-    cut = cutting.cut(whole, limit, ledger.free_bytes(Tier.DEVICE) - kept, training=training)
+    cut = cutting.cut(limit, ledger.free_bytes(Tier.DEVICE))
+    kept = sum(kept_bytes(unit, wide=True) for unit in cut.partition.units[: trial.kept])
+    if kept:
+        cut = cutting.cut(limit, ledger.free_bytes(Tier.DEVICE) - kept)
     units = cut.partition.units
+    if not units:
+        out = len(cut.partition.left)
+        left = f": all {out} are left out, by only= or leave=, or for their kind" if out else ""
+        raise SettingError(f"The model has no parameters to stream{left}.")
+    meter = trial.meter or device_meter_for(device)
     placement = place(
         cut,
         ledger,
         measured=meter is not None,
         reserve_bytes=kept,
-        enough=lambda: kept + cutting.enough_vram(limit, training=training),
+        enough=lambda: kept + cutting.enough_vram(limit),
     )
     adam = optimizer is not None and runs_as_adam(optimizer, units, settings.master_dtype is not None)
     if optimizer is not None and not adam and settings.step == "backward" and not is_separable(optimizer):
@@ -134,7 +135,15 @@ def outline(
         )
     in_backward = settings.step_mode.mode == "backward"
     homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam, in_backward=in_backward)
-    return Outline(device=device, ledger=ledger, partition=cut.partition, placement=placement, homes=homes, meter=meter)
+    return Outline(
+        device=device,
+        ledger=ledger,
+        partition=cut.partition,
+        division=cut.division,
+        placement=placement,
+        homes=homes,
+        meter=meter,
+    )
 
 
 def open_ground(
@@ -201,24 +210,31 @@ class _Cutting:
     settings: Settings
     by_rows: bool  # whether fused experts come by rows
 
-    def parted(self, limit_bytes: int, *, small: bool = False) -> Partition:
+    def parted(self, unit_bytes: int, *, small: bool = False) -> Partition:
+        given = self.settings
         return partition(
             self.model,
-            unit_limit_bytes=division(limit_bytes).unit_bytes,
-            only=self.settings.only,
-            leave=self.settings.leave,
+            unit_limit_bytes=unit_bytes,
+            only=given.only,
+            leave=given.leave,
             small=small,
             by_rows=self.by_rows,
         )
 
-    def cut(self, whole: Partition, limit_bytes: int, free_bytes: int, *, training: bool) -> Cut:
-        return room_for(whole, lambda: self.parted(limit_bytes, small=True), free_bytes, training=training)
+    def cut(self, limit_bytes: int, free_bytes: int) -> Cut:
+        """The largest units that fit in ``free_bytes``; if none do, those that need the least."""
+        cuts = []
+        for parts in UNITS_IN_BUDGET:
+            cuts.append(room_for(division(limit_bytes, parts), self.parted, free_bytes))
+            if cuts[-1].least_bytes <= free_bytes:
+                return cuts[-1]
+        return min(cuts, key=lambda cut: cut.least_bytes)
 
-    def enough_vram(self, limit_bytes: int, *, training: bool) -> int:
-        """A limit through which the model can be streamed, if ``limit_bytes`` is too small. A larger limit makes larger
-        units, which need more."""
+    def enough_vram(self, limit_bytes: int) -> int:
+        """A limit through which the model can be streamed, as an error names it, if ``limit_bytes`` is too small. A
+        larger limit makes larger units, which need more."""
         while True:
-            least = self.cut(self.parted(limit_bytes), limit_bytes, limit_bytes, training=training).least_bytes
+            least = self.cut(limit_bytes, limit_bytes).least_bytes
             if least <= limit_bytes:
                 return limit_bytes
-            limit_bytes = round_up(least, 512)
+            limit_bytes = parse_bytes(as_setting(least))

@@ -51,8 +51,8 @@ class Buckets:
         piece, last_use = self._free[0]
         if last_use is not None:
             self._waits.wait(last_use, "buckets")
-            if for_load:
-                self._lanes.load.wait(last_use)
+        if for_load:  # a bucket that was not used yet was given to compute, which may still read what it held before
+            self._lanes.load.wait(self._lanes.compute.record() if last_use is None else last_use)
         return piece.bytes[:size]
 
     def take_back(self, last_use: Event) -> None:

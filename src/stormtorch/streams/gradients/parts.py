@@ -63,8 +63,13 @@ class Parts:
             self._buckets.take_back(lanes.store.record())
 
 
+def laid_out(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the strides of the parameter, as ``p.grad`` has them."""
+    if tensor.stride() == place.stride:
+        return tensor
+    return torch.empty_strided(place.shape, place.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def _flat(place: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in the order of the parameter's memory."""
-    if tensor.stride() != place.stride:
-        tensor = torch.empty_strided(place.shape, place.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    """The elements in the order of the parameter's memory; ``tensor`` is laid out like it."""
     return tensor.as_strided((place.count,), (1,))

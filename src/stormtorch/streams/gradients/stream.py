@@ -27,7 +27,7 @@ from ..weights.residency import Residency
 from .buckets import Buckets
 from .home import GradHome, GradState, Partial, norms_of
 from .memory import GradMemory
-from .parts import Parts
+from .parts import Parts, laid_out
 
 
 class GradientStream:
@@ -115,9 +115,10 @@ class GradientStream:
             home.join()  # user code holds views of home memory, and the bucket may lie where the gradients are
         return home.is_wide or widen
 
-    def goes_in_parts(self, home: GradHome) -> bool:
-        """Whether the device has no room for the unit's gradients in one piece, or had none for their sum."""
-        is_large = 0 < self._bucket_bytes < home.unit.grad_bytes
+    def goes_in_parts(self, home: GradHome, *, stays: bool) -> bool:
+        """Whether the device has no room for the unit's gradients in one piece, or had none for their sum. ``stays``:
+        there is memory of the unit's own."""
+        is_large = 0 < self._bucket_bytes < home.unit.grad_bytes and not stays
         return is_large or (bool(home.present) and home.unit.index in self._added_in_parts)
 
     def adds_in_parts(self, home: GradHome) -> bool:
@@ -132,13 +133,15 @@ class GradientStream:
         self._open_buckets()
         if home.state is GradState.ON_DEVICE:
             home.bring()
-        before, store = set(home.present), self._lanes.store
+        unit, before, store = home.unit, set(home.present), self._lanes.store
         self.has_added |= bool(before)
         if passing:
-            target = self.memory.lend(home.unit, home.gate, store)
+            target = self.memory.lend(unit, home.gate, store)
         else:
-            target = self.memory.wide(home.unit) if to_wide else self.memory.own(home.unit)
+            target = self.memory.wide(unit) if to_wide else self.memory.own(unit)
             home.gate.hold(store)  # the worker may still read the gradients of the step before
+        for index, grad in grads.items():
+            grads[index] = laid_out(unit.places[index], grad)  # a norm's bits depend on that
         fresh = [index for index in sorted(grads) if index not in before]
         norms = dict(zip(fresh, norms_of([grads[index] for index in fresh]), strict=True)) if fresh else {}
         try:
@@ -146,6 +149,9 @@ class GradientStream:
         except BaseException:
             if self._buckets.is_lent:  # compute may have begun to write to it
                 self._buckets.take_back(self._lanes.compute.record())
+            home.stored = store.record()  # parts that are on their way must not overwrite what comes next
+            for index in before & grads.keys():
+                home.forget_norm(index)
             raise
         if to_wide != home.is_wide:
             home.let_go_of_views(before)

@@ -296,8 +296,11 @@ class Schedule:
         size = unit.wide_bytes if to_wide else unit.grad_bytes
         staying = self.updater.there.staying(unit, size)
         before = set(home.present), home.is_wide
-        passing = optimizer is not None and not before[0] and optimizer.takes_at_once(home, grads)
-        if staying is None and gradients.goes_in_parts(home):
+        in_parts = gradients.goes_in_parts(home, stays=staying is not None)
+        # A ring has no place for gradients that wait for the device, and in parts the device cannot take them at once.
+        by_cpu = in_parts and gradients.memory.is_ring
+        passing = optimizer is not None and not before[0] and optimizer.takes_at_once(home, grads, by_cpu=by_cpu)
+        if in_parts:
             gradients.send_in_parts(home, grads, to_wide=to_wide, passing=passing)
             return False
         bucket = staying
@@ -310,7 +313,7 @@ class Schedule:
         except BaseException as error:
             if bucket is not None:
                 gradients.undo(home, bucket, before)
-            if isinstance(error, OutOfBudget) and grads and staying is None and gradients.adds_in_parts(home):
+            if isinstance(error, OutOfBudget) and grads and gradients.adds_in_parts(home):
                 gradients.send_in_parts(home, grads, to_wide=to_wide, passing=False)
                 return False
             raise

@@ -175,7 +175,7 @@ class AdamStream(Updater):
         if not runs:
             return
         source = grads.flat()
-        if self.there.fits(home, source.nbytes):
+        if grads.state is not GradState.PASSING and self.there.fits(home, source.nbytes):
             stays = grads.state is GradState.ON_DEVICE
             home.waiting = Waiting(runs, grads.is_wide, source, stays, grads.stored, grads.ready, self._device_factor)
             residence.outdated = False

@@ -205,10 +205,10 @@ class OptimizerStream:
                 self._consumed(home)
         return True
 
-    def takes_at_once(self, home: GradHome, indices: Iterable[int]) -> bool:
+    def takes_at_once(self, home: GradHome, indices: Iterable[int], *, by_cpu: bool) -> bool:
         """Whether `update_home` will take the unit's gradients, those of ``indices``, at home: it leaves those of
-        parameters that it lacks, and those that the device is to update with later."""
-        if home.is_wide or self._updater.is_on_device(home.unit):
+        parameters that it lacks, and those that the device is to update with later, unless the CPU must do that."""
+        if home.is_wide or (self._updater.is_on_device(home.unit) and not by_cpu):
             return False
         mine = self._groups.of(home.unit)
         return all(index in mine for index in indices)

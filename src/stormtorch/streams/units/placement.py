@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...core.errors import OutOfBudget
 from ...core.plan import Division, Origin, Placement
@@ -15,16 +15,17 @@ from .unit import Unit
 
 _GRAIN = 512  # bytes that the pool may lose to alignment, for each piece
 _PARTS = 8  # at most so many parts for the gradients of the largest unit
-_UNITS_IN_BUDGET = 6  # the pool needs room for four: two with weights, and the gradients of two
+# How many units a budget has room for. The pool needs four: two with weights, and the gradients of two. The numbers
+# after the first are for budgets in which such units do not fit.
+UNITS_IN_BUDGET = (6, 9, 13, 20, 30)
 
 
-def division(limit_bytes: int, *, left_bytes: int = 0) -> Division:
-    """How large units may be under a device limit; ``left_bytes``: parameters that are not streamed."""
+def division(limit_bytes: int, parts: int = UNITS_IN_BUDGET[0]) -> Division:
+    """How large units may be under a device limit."""
+    usual = parts == UNITS_IN_BUDGET[0]
+    why = "two units and the gradients of two then leave a third of it" if usual else "larger units do not fit"
     return Division(
-        unit_bytes=limit_bytes // _UNITS_IN_BUDGET,
-        left_bytes=left_bytes,
-        reason=f"1/{_UNITS_IN_BUDGET} of vram: two units and the gradients of two then leave a third of it",
-        origin=Origin.PLANNED,
+        unit_bytes=limit_bytes // parts, left_bytes=0, reason=f"1/{parts} of vram: {why}", origin=Origin.PLANNED
     )
 
 
@@ -51,6 +52,7 @@ class Cut:
 
     partition: Partition
     room: Room
+    division: Division
 
     @property
     def whole_bytes(self) -> int:
@@ -86,12 +88,16 @@ def _narrow(partition: Partition, *, training: bool) -> Room:
     return Room(weights=weights, bucket=bucket if training else 0, wide=wide if training else 0)
 
 
-def room_for(partition: Partition, small: Callable[[], Partition], free_bytes: int, *, training: bool) -> Cut:
-    """The parts of the pool. Blocks are cut ``small`` where a roomy pool would be more than half of ``free_bytes``."""
-    cut = Cut(partition, _roomy(partition, training=training))
+def room_for(divided: Division, parted: Callable[..., Partition], free_bytes: int) -> Cut:
+    """A model in units of that size, as ``parted`` gives them, and the parts of the pool. Blocks are cut ``small``
+    where a roomy pool would be more than half of ``free_bytes``."""
+    partition = parted(divided.unit_bytes)
+    training = any(unit.trained for unit in partition.units)
+    left_bytes = sum(parameter.nbytes for parameter in partition.left)
+    cut = Cut(partition, _roomy(partition, training=training), replace(divided, left_bytes=left_bytes))
     if cut.room.least > free_bytes // 2 and cut.whole_bytes > free_bytes:
-        other = small()
-        narrow = Cut(other, _narrow(other, training=training))
+        other = parted(divided.unit_bytes, small=True)
+        narrow = Cut(other, _narrow(other, training=training), cut.division)
         if narrow.least_bytes < cut.least_bytes:
             return narrow
     return cut
