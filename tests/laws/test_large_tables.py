@@ -17,7 +17,9 @@ from stormtorch.memory.lanes.lane import Delay
 from stormtorch.native.worker.jobs import Worker
 from stormtorch.native.worker.python_worker import PythonThread
 from stormtorch.session.api import Session
+from stormtorch.streams.gradients.buckets import Buckets
 from stormtorch.streams.settings import Settings, Trial
+from stormtorch.streams.units.sizes import homes_for
 
 from .models import (
     Case,
@@ -177,3 +179,80 @@ def test_user_code_may_hold_and_write_gradients_that_went_in_parts() -> None:
                 updater.step()
                 updater.zero_grad()
         same(model.state_dict(), twin.state_dict(), "weights")
+
+
+def test_an_error_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store lane is late: what user code writes next must not be overwritten by parts that were on their way."""
+
+    def delay() -> None:
+        if "store" in threading.current_thread().name:
+            time.sleep(0.02)
+
+    def interrupted(buckets: Buckets, size: int, **flags: bool) -> torch.Tensor:
+        calls.append(size)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return lend(buckets, size, **flags)
+
+    model = UNTIED.build()
+    optimizer = adamw(model)
+    weight: Any = model.get_parameter("head.weight")
+    lend, calls = Buckets.lend, list[int]()
+    with streamed(model, optimizer, delay=delay) as session:
+        cross_entropy(model, tokens(0)).backward()
+        monkeypatch.setattr(Buckets, "lend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cross_entropy(model, tokens(1)).backward()
+        monkeypatch.undo()
+        same(nn.utils.get_total_norm([weight.grad]), weight.grad.clone().norm(), "its norm")
+        weight.grad = torch.full_like(weight, 7)
+        session.synchronize()
+        time.sleep(0.1)
+        assert bool((weight.grad == 7).all())
+
+
+class Crossed(Spoken):
+    """Autograd makes the gradient of its head column by column."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return torch.einsum("bld,vd->blv", x, self.head.weight)
+
+
+def test_gradients_with_other_strides_than_their_parameters() -> None:
+    case = Case("crossed", Crossed, tokens, cross_entropy)
+    model, twin = case.build(), case.build()
+    optimizer, plain = adamw(model), adamw(twin)
+    with streamed(model, optimizer):
+        history = train(case, model, optimizer, steps=4, clip="torch")
+    history.check(train(case, twin, plain, steps=4, clip="torch", norms=history.norms))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_table_passes_through_the_ring_whoever_updates(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no RAM for the table's gradients as a whole, nor does the device take them."""
+    always = functools.partial(homes_for, always_ring=True)
+    monkeypatch.setattr("stormtorch.session.resources.homes_for", always)
+    model, twin = UNTIED.build(), UNTIED.build()
+    optimizer, plain = adamw(model), adamw(twin)
+    with streamed(model, optimizer, vram=int(2.5 * TABLE), share=share, step="backward") as session:
+        assert session.plan.pool.bucket_bytes < TABLE // 4
+        history = train(UNTIED, model, optimizer, steps=3)
+        memory: Any = session._parts.schedule.gradients.memory
+        assert memory.is_ring
+        assert not memory._own, "gradients have taken RAM of their own"
+    history.check(train(UNTIED, twin, plain, steps=3))
+
+
+def test_sums_of_a_unit_whose_states_stay_on_the_device() -> None:
+    """The sum is in fp32, and has no room beside the states."""
+    model, roomy = UNTIED.build(torch.bfloat16), UNTIED.build(torch.bfloat16)
+    found = []
+    for side, vram in ((model, int(4.5 * TABLE)), (roomy, 64 * TABLE)):
+        optimizer = adamw(side)
+        given = Settings(vram=vram, device="cpu", activations="keep")
+        with Session(side, optimizer, given, trial=Trial(kept=1, poison=True)):
+            found.append(train(UNTIED, side, optimizer, steps=3, accumulate=3))
+    found[0].check(found[1])

@@ -260,3 +260,45 @@ def test_what_counts_as_larger_than_the_blocks() -> None:
     assert large(900, 100, 100, 900) == []  # two are no repetition
     assert large(100, 100, 100, 100) == []
     assert large(1, 1, 1, 200, 300, 400, 500) == []  # what repeats is next to nothing
+
+
+class _Pair(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+
+class _Wide(nn.Module):
+    """A table, and blocks that can be cut in two."""
+
+    def __init__(self, rows: int = 2048, width: int = 8, inner: int = 256, blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(rows, width)
+        self.blocks = nn.ModuleList(_Pair(width, inner) for _ in range(blocks))
+        self.head = nn.Linear(width, rows)
+
+
+def _fits(model: nn.Module, vram: str) -> str | None:
+    """The limit that the error names, or None."""
+    try:
+        storm.stream(model, torch.optim.SGD(model.parameters(), lr=0.1), vram=vram, device="cpu").close()
+    except OutOfBudget as error:
+        found = re.search(r"at least (\d+KiB)", error.remedy)
+        assert found is not None
+        return found[1]
+    return None
+
+
+def test_more_is_never_too_little() -> None:
+    """Larger budgets make larger units, which need more, until larger units do not fit."""
+    fits = [_fits(_Wide(), f"{limit}KiB") is None for limit in range(96, 130)]
+    assert not fits[0]
+    assert fits[-1]
+    assert fits == sorted(fits)
+
+
+@pytest.mark.parametrize("sizes", [(2048, 8, 256, 4), (64, 24, 8, 2), (300, 16, 64, 3), (4096, 8, 16, 9)], ids=str)
+def test_the_limit_that_an_error_names_is_enough(sizes: tuple[int, ...]) -> None:
+    named = _fits(_Wide(*sizes), "4KiB")
+    assert named is not None
+    assert _fits(_Wide(*sizes), named) is None
