@@ -76,7 +76,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer, device: torch.device, st
     return seen
 
 
-@pytest.mark.parametrize("activations", ["auto", "keep", "offload", "recompute"])
+@pytest.mark.parametrize(
+    "activations", ["auto", "recompute", *(pytest.param(a, marks=pytest.mark.wide) for a in ("keep", "offload"))]
+)
 def test_the_numbers_are_those_of_plain_pytorch(activations: str, device: torch.device) -> None:
     plain = made().to(device)
     expected = train(plain, optimizer_of(plain), device)
