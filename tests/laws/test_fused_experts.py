@@ -20,6 +20,7 @@ from stormtorch.streams.units import placement
 from stormtorch.streams.units.partition import partition
 
 from .models import jitter, one_thread  # noqa: F401  # one is a fixture
+from .test_inference import Watched
 
 transformers = pytest.importorskip("transformers")
 
@@ -325,3 +326,21 @@ def test_weights_that_two_layers_share() -> None:
     with torch.no_grad(), Session(model, None, settings, trial=Trial(poison=True, small_bytes=512)):
         for number in range(6):
             assert torch.equal(model(tokens(number, 1)).logits, plain(tokens(number, 1)).logits)
+
+
+def test_the_budget_is_kept_and_used_on_a_device_that_counts() -> None:
+    def call(number: int, length: int) -> Callable[[Any], torch.Tensor]:
+        @torch.no_grad()
+        def run(model: Any) -> torch.Tensor:
+            return torch.as_tensor(model(tokens(number, length)).logits)
+
+        return run
+
+    lengths = [1, 1, 1, 24, 1, 1, 1, 1, 24, 1, 1]
+    calls: list[Any] = [call(number, length) for number, length in enumerate(lengths)]
+    total = sum(parameter.nbytes for parameter in made("grouped").parameters())
+    seen = Watched(int(total * 0.7), calls, make=lambda: made("grouped"))
+    assert max(seen.peaks) <= seen.vram, seen.shown
+    assert seen.loaded[7] < EXPERT_BYTES * LAYERS * CHOSEN * 2
+    assert min(seen.peaks[4:]) >= 0.7 * seen.vram, seen.shown
+    assert "of experts those that it needs" in seen.report
