@@ -115,7 +115,7 @@ class Schedule:
         Prefetches what comes next."""
         residency, residence, backward = self.residency, self._residences[unit.index], in_backward()
         residency.order.visit(unit.index, backward=backward)
-        before, residency.current = residency.current, residence
+        before = residency.begin_use(residence)
         if residence.comes_by_rows():
             residency.by_rows = rows is not None
         stay = self._arrived(residence, rows)

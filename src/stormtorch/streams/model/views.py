@@ -132,6 +132,5 @@ class Twins:
     def end_pass(self) -> None:
         """Forget the twins of this pass."""
         self._with_graph.clear()
-        self._schedule.residency.lent.clear()
         self.passes.lent.clear()
         self.passes.known.clear()

@@ -35,6 +35,7 @@ from .graph_twins import GraphTwins
 
 T = TypeVar("T")
 _LENT = 4  # units: an operation of user code has weights of one or two
+_USES = 2  # of other units, after which it is done with them
 
 
 @dataclass(eq=False, slots=True)
@@ -158,9 +159,10 @@ class Residency:
         self.by_storage: dict[int, Residence] = {}  # device copies, by the address of their storage
         self._dropped: dict[int, _Dropped] = {}  # those that are dropped and perhaps not gone
         self.current: Residence | None = None  # the unit in use: dropped only where nothing else is left
-        # The last units whose weights user code got without a module: it may still compute with them, and what autograd
-        # saves of a dropped copy keeps its memory. Dropped only where nothing else is left, too.
-        self.lent: deque[Residence] = deque(maxlen=_LENT)
+        # Units whose weights user code got without a module, and how many units had been used by then. It may still
+        # compute with them, so that a dropped copy would keep its memory. Dropped only where nothing else is left, too.
+        self._lent: deque[tuple[Residence, int]] = deque(maxlen=_LENT)
+        self._uses = 0
         # The last use: its copy, load, direction, and the pool's state.
         self.last_use: tuple[Stay, Event, bool, int] | None = None
         # Units that no prefetch evicts. Farthest next use first is not enough where passes repeat one order and the
@@ -191,8 +193,8 @@ class Residency:
 
     def take(self, size: int, lane: Lane, distance: float) -> Piece | None:
         """Take ``size`` bytes; evicts copies whose next use is farther than ``distance`` if it must."""
-        lent = [residence for residence in self.lent if residence.is_current()]
         while (piece := self.pool.take(size, lane)) is None:
+            lent = [residence for residence, at in self._lent if self._uses - at <= _USES]
             victims = [
                 (residence not in lent, not self._keeps(residence), self._distance(residence), residence.unit.index)
                 for residence in self.residences
@@ -223,12 +225,16 @@ class Residency:
             raise self._no_room(size, tag)
         return result
 
+    def begin_use(self, residence: Residence) -> Residence | None:
+        """Make it the unit in use; returns the one before."""
+        before, self.current = self.current, residence
+        self._uses += before is not residence
+        return before
+
     def lend(self, unit: Unit) -> None:
         """Note that user code has got weights of ``unit`` without a module."""
         residence = self.residences[unit.index]
-        if residence in self.lent:
-            self.lent.remove(residence)
-        self.lent.append(residence)
+        self._lent.append((residence, self._uses))
 
     def may_give_way(self, index: int, distance: float) -> bool:
         """Whether a unit can be evicted for something that is used sooner than at ``distance``."""
@@ -296,7 +302,7 @@ class Residency:
     def drop_all(self) -> None:
         """Forget every copy on the device."""
         self.current = self.last_use = None
-        self.lent.clear()
+        self._lent.clear()
         for residence in self.residences:
             if residence.stay is not None:
                 self.drop(residence)
