@@ -281,6 +281,8 @@ def _homes(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[HomeParameter
 
 def _through(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     name: str = getattr(func, "__name__", "").partition(".")[0]  # torch.ops have names such as "mul_.Tensor"
+    if func is torch.autograd.grad and (edges := _edges(*args, **kwargs)) is not None:
+        return func(args[0] if args else kwargs["outputs"], edges, *args[2:], **_without(kwargs, "outputs", "inputs"))
     with without_torch_function():
         if name in ("__get__", "__set__", "__delete__"):
             attribute: str = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -303,6 +305,23 @@ def _through(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         if name in _OF_ITSELF and homes and homes[0] is itself:
             return _OF_ITSELF[name](homes[0])
         return _with_homes(func, name, homes, args, kwargs) if homes else func(*args, **kwargs)
+
+
+def _edges(outputs: Any, inputs: Any, *_: Any, **settings: Any) -> list[Any] | None:
+    """For ``torch.autograd.grad``, the edges of the graph that lead to ``inputs``: code that backward runs again must
+    still be given device views of parameters, and tensors of ours would have to be hidden from torch meanwhile. None if
+    torch does not take edges there."""
+    given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    if settings.get("materialize_grads") or settings.get("is_grads_batched") or _homes([outputs], {}):
+        return None
+    with without_torch_function():
+        if not all(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
+            return None
+        return [torch.autograd.graph.get_gradient_edge(one) for one in given]
+
+
+def _without(kwargs: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in names}
 
 
 def _detach_(home: HomeParameter | HomeView) -> torch.Tensor:

@@ -341,6 +341,8 @@ class AdamStream(Updater):
     def _update_there(self, home: AdamHome, stay: Stay, waiting: Waiting) -> None:
         """Update weights and states on the device. After an error between two calls, the part that was done goes home;
         ``waiting.done`` says where to continue."""
+        if home.gate.stored is not None:  # weights that stay: the store of the last update still reads them
+            self._lanes.compute.wait(home.gate.stored)
         try:
             for staged in self.there.staged(home, waiting.done):
                 try:
