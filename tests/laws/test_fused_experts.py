@@ -265,6 +265,57 @@ def test_user_code_around_the_call_of_experts(kind: str) -> None:
         assert len(seen[id(streamed.model)]) == 3 * LAYERS
 
 
+def _of_a_subclass(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    kind = type(model.model.layers[0].mlp.experts)
+
+    class Scaled(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any) -> Any:
+            return super().forward(*args) / self.down_proj.abs().mean()
+
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = Scaled
+
+
+def _of_a_patched_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(model.model.layers[0].mlp.experts)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args: forward(self, *args) / self.down_proj.abs().mean())
+
+
+def _registered(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dense(self: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        each = torch.einsum("th,eih->tei", x, self.gate_up_proj)
+        gate, up = each.chunk(2, -1)
+        out = torch.einsum("tei,ehi->teh", self.act_fn(gate) * up, self.down_proj)
+        share = torch.zeros(len(x), self.num_experts).scatter_(1, index, weights.to(x.dtype))
+        return torch.einsum("teh,te->th", out, share)
+
+    known = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
+    monkeypatch.setitem(known._global_mapping, "dense", dense)
+    model.config._experts_implementation = "dense"
+
+
+def _with_a_hook_inside(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        experts.act_fn = nn.SiLU()
+        experts.act_fn.register_forward_hook(lambda *a, experts=experts: a[2] / experts.down_proj.abs().mean())
+
+
+@pytest.mark.parametrize("change", [_of_a_subclass, _of_a_patched_class, _registered, _with_a_hook_inside])
+def test_experts_that_user_code_computes(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may read every row, though a call names a few."""
+    with Streamed() as streamed:
+        for number in range(3):
+            streamed.call(number, 1)
+        assert streamed.part()
+        change(streamed.plain, monkeypatch)
+        if change is not _of_a_patched_class:  # which is that of both
+            change(streamed.model, monkeypatch)
+        for number in range(3, 9):
+            streamed.call(number, 1 + number % 2)
+
+
 def test_gradients_need_all_experts() -> None:
     with Streamed() as streamed:
         for number in range(3):

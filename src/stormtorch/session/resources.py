@@ -5,6 +5,7 @@ A model that does not fit is refused here, before it is touched. Then its weight
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -210,7 +211,7 @@ class _Cutting:
     settings: Settings
     by_rows: bool  # whether fused experts come by rows
 
-    def parted(self, unit_bytes: int, *, small: bool = False) -> Partition:
+    def parted(self, unit_bytes: int, *, by_rows: bool, small: bool = False) -> Partition:
         given = self.settings
         return partition(
             self.model,
@@ -218,14 +219,15 @@ class _Cutting:
             only=given.only,
             leave=given.leave,
             small=small,
-            by_rows=self.by_rows,
+            by_rows=by_rows,
         )
 
     def cut(self, limit_bytes: int, free_bytes: int) -> Cut:
         """The largest units that fit in ``free_bytes``; if none do, those that need the least."""
         cuts = []
-        for parts in UNITS_IN_BUDGET:
-            cuts.append(room_for(division(limit_bytes, parts), self.parted, free_bytes))
+        for parts, by_rows in [(parts, self.by_rows) for parts in UNITS_IN_BUDGET] + [(UNITS_IN_BUDGET[-1], False)]:
+            parted = functools.partial(self.parted, by_rows=by_rows)
+            cuts.append(room_for(division(limit_bytes, parts), parted, free_bytes))
             if cuts[-1].least_bytes <= free_bytes:
                 return cuts[-1]
         return min(cuts, key=lambda cut: cut.least_bytes)

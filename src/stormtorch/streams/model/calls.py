@@ -29,7 +29,6 @@ from ..bridge.module_calls import ModuleCall, WrappedCalls
 from ..bridge.ranks import refuse_ranks
 from ..bridge.torch_private import (
     current_pass,
-    has_global_hooks,
     in_backward,
     in_functorch,
     never_traced,
@@ -271,10 +270,7 @@ class Calls:
         """Of fused experts, those that the call needs; None: it needs the whole unit, as other modules do."""
         if entry.routed is None or torch.is_grad_enabled() or in_functorch():
             return None
-        module = entry.module
-        if module._forward_hooks or module._forward_pre_hooks or has_global_hooks() or "forward" in module.__dict__:
-            return None  # user code may look at other experts, or name others
-        return entry.routed.rows(args, kwargs)
+        return entry.routed.rows(entry.module, args, kwargs)
 
     @locked
     def _install(self, installed: Installed, in_graph: bool, rows: frozenset[int] | None) -> None:

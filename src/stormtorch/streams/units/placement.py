@@ -17,7 +17,7 @@ _GRAIN = 512  # bytes that the pool may lose to alignment, for each piece
 _PARTS = 8  # at most so many parts for the gradients of the largest unit
 # How many units a budget has room for. The pool needs four: two with weights, and the gradients of two. The numbers
 # after the first are for budgets in which such units do not fit.
-UNITS_IN_BUDGET = (6, 9, 13, 20, 30)
+UNITS_IN_BUDGET = (6, 9, 13, 20, 1000)
 
 
 def division(limit_bytes: int, parts: int = UNITS_IN_BUDGET[0]) -> Division:

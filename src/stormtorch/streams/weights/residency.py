@@ -34,7 +34,7 @@ from ..units.unit import Unit
 from .graph_twins import GraphTwins
 
 T = TypeVar("T")
-_LENT = 4  # units: an operation of user code has weights of one or two
+_LENT = 2  # units: an operation of user code has weights of one or two
 _USES = 2  # of other units, after which it is done with them
 
 
@@ -233,8 +233,8 @@ class Residency:
 
     def lend(self, unit: Unit) -> None:
         """Note that user code has got weights of ``unit`` without a module."""
-        residence = self.residences[unit.index]
-        self._lent.append((residence, self._uses))
+        if torch.is_grad_enabled():  # else nobody keeps more of them than the operation needs
+            self._lent.append((self.residences[unit.index], self._uses))
 
     def may_give_way(self, index: int, distance: float) -> bool:
         """Whether a unit can be evicted for something that is used sooner than at ``distance``."""

@@ -141,13 +141,15 @@ class ParameterStream:
         return residence.stay
 
     def _complete(self, residence: Residence, stay: Stay, there: set[int], rows: frozenset[int] | None) -> None:
-        """Load those of ``rows`` that are not ``there``; None: all that are not. Nothing has read where they go."""
+        """Load those of ``rows`` that are not ``there``; None: all that are not. Nobody computes with their places."""
         missing = (frozenset(range(_experts(residence.unit))) if rows is None else rows) - there
         if not missing:
             return
-        size = self._copy_rows(residence, stay.memory, missing, and_others=False)
-        stay.loaded = residence.last_load = self._lanes.load.record()
-        stay.uses.append(stay.loaded)
+        try:
+            size = self._copy_rows(residence, stay.memory, missing, and_others=False)
+        finally:  # after Ctrl-C some are on their way
+            stay.loaded = residence.last_load = self._lanes.load.record()
+            stay.uses.append(stay.loaded)
         stay.rows = None if rows is None else there | missing
         self._emit(What.LOAD, residence.unit, size)
         if self._serial:
