@@ -85,7 +85,7 @@ def test_the_numbers_are_those_of_plain_pytorch(activations: str, device: torch.
     model = made()
     optimizer = optimizer_of(model)
     total = sum(parameter.nbytes for parameter in model.parameters())
-    settings = Settings(vram=int(total * 0.5) + (64 << 20) * (device.type == "cuda"), device=device)
+    settings = Settings(vram=int(total * 0.3) + (64 << 20) * (device.type == "cuda"), device=device)
     settings = Settings(**{**vars(settings), "activations": activations})
     with Session(model, optimizer, settings, trial=Trial(delay=jitter(device, 0), poison=True)):
         assert train(model, optimizer, device) == expected

@@ -171,3 +171,27 @@ def test_a_copy_is_found_by_its_address(world: World) -> None:
     assert world.weights.residence_of(stay.base) is world.residency.residences[1]
     world.weights.changed(world.residency.residences[1].unit, by_step=False)
     assert world.weights.residence_of(stay.base) is None
+
+
+def test_a_dropped_copy_that_is_still_shown_is_taken_back(world: World) -> None:
+    residence = world.residency.residences[1]
+    world.load(0, 1)
+    assert residence.stay is not None
+    shown = residence.stay.base[:8]
+    loads = residence.loads
+    world.residency.drop(residence)
+    assert residence.stay is None
+    world.load(1)
+    assert residence.stay is not None
+    assert residence.loads == loads
+    assert residence.stay.base.untyped_storage().data_ptr() == shown.untyped_storage().data_ptr()
+    assert torch.equal(residence.stay.base, residence.image)
+    world.weights.changed(residence.unit, by_step=False)
+    world.residency.drop(residence)
+    world.load(1)  # the home image has other values since
+    assert residence.loads == loads + 1
+    assert residence.stay.base.data_ptr() != shown.data_ptr()
+    world.residency.drop(residence)
+    del shown
+    world.load(1)  # nobody shows it
+    assert residence.loads == loads + 2

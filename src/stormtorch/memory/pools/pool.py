@@ -258,6 +258,12 @@ class DevicePool(Pool):
         self._lent[id(reference)] = (reference, piece, uses, places)
         return tensor
 
+    def bytes_at(self, address: int, size: int) -> torch.Tensor:
+        """Bytes of a piece that is out, for lanes: they do not keep what was lent."""
+        block = next(b for b in self._blocks if b.address <= address < b.address + b.size)
+        assert block.bytes is not None
+        return block.bytes[address - block.address : address - block.address + size]
+
     def close(self) -> None:
         start_s = time.perf_counter()
         try:

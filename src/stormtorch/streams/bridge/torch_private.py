@@ -208,6 +208,12 @@ class StorageReference:
     def gone(self) -> bool:
         return bool(self._reference.expired())
 
+    def get(self) -> torch.UntypedStorage | None:
+        """The storage; None if it is gone."""
+        private: Any = torch.UntypedStorage
+        found: torch.UntypedStorage | None = private._new_with_weak_ptr(self._reference.cdata)
+        return found
+
 
 def is_made_from_weights(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``, as a saved-tensor hook sees it, is a cast or view of a leaf: autocast makes those."""

@@ -4,9 +4,9 @@ All device copies lie in one pool. `Residency` evicts the unit whose next use is
 is used sooner. This one rule makes use of any budget: the last units of forward remain for backward, the first units of
 backward remain for the next forward, and when all fit, nothing is loaded twice.
 
-A device copy (`Stay`) ends in two steps. *Dropped*: the streams forget it; the unit must be loaded again. *Gone*:
-nothing refers to its bytes any more, and they return to the pool after the last use. In between, views that autograd or
-checkpointing hold remain valid (pools/alias.py)."""
+A device copy (`Stay`) ends in two steps. *Dropped*: the unit must be loaded again. *Gone*: nothing refers to its bytes
+any more, and they return to the pool after the last use. In between, views that autograd or checkpointing hold remain
+valid (pools/alias.py), and the unit's next use takes the copy back instead of loading another."""
 
 from __future__ import annotations
 
@@ -124,11 +124,20 @@ class Residence:
 
 
 class _Dropped(NamedTuple):
-    """A copy that was dropped: tensors of user code may still show it."""
+    """A copy that was dropped: tensors of user code may still show it. As `Stay`, without the tensors, which would keep
+    it or the pool's block."""
 
     residence: Residence
-    version: int  # of the home image
-    memory: StorageReference
+    storage: StorageReference
+    uses: list[Event]
+    places: set[Hashable]
+    loaded: Event
+    version: int
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is there, with the values of the home image."""
+        return self.version == self.residence.version and not self.storage.gone
 
 
 class Borrower(Protocol):
@@ -278,16 +287,34 @@ class Residency:
 
     def _note_dropped(self, residence: Residence, stay: Stay) -> None:
         if len(self._dropped) > len(self.residences):
-            self._dropped = {address: old for address, old in self._dropped.items() if not old.memory.gone}
-        memory = StorageReference(stay.base.untyped_storage())
-        self._dropped[stay.base.data_ptr()] = _Dropped(residence, stay.version, memory)
+            self._dropped = {address: old for address, old in self._dropped.items() if not old.storage.gone}
+        if stay.rows is None:
+            storage = StorageReference(stay.base.untyped_storage())
+            self._dropped[stay.base.data_ptr()] = _Dropped(
+                residence, storage, stay.uses, stay.places, stay.loaded, stay.version
+            )
 
     def find_dropped(self, address: int) -> Residence | None:
         """The unit of which the storage at ``address`` is a dropped copy, if that has the values of the home image."""
         old = self._dropped.get(address)
-        if old is None or old.version != old.residence.version or old.memory.gone:
-            return None
-        return old.residence
+        return old.residence if old is not None and old.is_current else None
+
+    def take_back(self, residence: Residence) -> Stay | None:
+        """Make a dropped copy of the unit its device copy again; None if there is none that is current."""
+        for address, old in self._dropped.items():
+            if old.residence is not residence or not old.is_current:
+                continue
+            storage = old.storage.get()
+            if storage is None:
+                continue
+            with torch.inference_mode(False), torch.no_grad():
+                memory = self.pool.bytes_at(address, residence.unit.image_bytes)
+                base = torch.empty_like(memory[:0]).set_(storage)
+            residence.stay = stay = Stay(base, memory, old.uses, old.places, old.loaded, old.version)
+            self.by_storage[address] = residence
+            del self._dropped[address]
+            return stay
+        return None
 
     @locked
     def drop_at(self, address: int) -> int | None:

@@ -115,6 +115,8 @@ class ParameterStream:
         """Load a unit, or ``rows`` of it, into room of units whose next use is farther than ``distance``; None if there
         is none."""
         unit = residence.unit
+        if (stay := self.residency.take_back(residence)) is not None:
+            return stay
         lane = self._lanes.load
         piece = self.residency.take(unit.image_bytes, lane, distance)
         if piece is None:
