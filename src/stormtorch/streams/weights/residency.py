@@ -6,7 +6,7 @@ backward remain for the next forward, and when all fit, nothing is loaded twice.
 
 A device copy (`Stay`) ends in two steps. *Dropped*: the unit must be loaded again. *Gone*: nothing refers to its bytes
 any more, and they return to the pool after the last use. In between, views that autograd or checkpointing hold remain
-valid (pools/alias.py), and the unit's next use takes the copy back instead of loading another."""
+valid (pools/alias.py), and the unit's next use in training takes the copy back instead of loading another."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ...core.tags import Tag
 from ...memory.lanes.build import Lanes
 from ...memory.lanes.lane import Event
 from ..bridge.lock import locked
-from ..bridge.torch_private import outside_functorch, without_torch_function
+from ..bridge.torch_private import in_backward, outside_functorch, without_torch_function
 from ..units.unit import Place, Unit
 from .residency import Residence, Residency, Stay, WeightState
 
@@ -115,7 +115,9 @@ class ParameterStream:
         """Load a unit, or ``rows`` of it, into room of units whose next use is farther than ``distance``; None if there
         is none."""
         unit = residence.unit
-        if (stay := self.residency.take_back(residence)) is not None:
+        # Without gradients, what user code holds would stand in the way of units that are to stay where they are.
+        records = torch.is_grad_enabled() or in_backward()
+        if records and (stay := self.residency.take_back(residence)) is not None:
             return stay
         lane = self._lanes.load
         piece = self.residency.take(unit.image_bytes, lane, distance)
