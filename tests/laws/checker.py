@@ -122,7 +122,7 @@ class Checker:
         if value <= 0:
             return None
         found = next((point for reached, point in self._flags[address] if reached >= value), None)
-        assert found is not None, "a wait for a flag that nobody has been asked to set"
+        assert found is not None, "a wait for a flag value that no lane or job was asked to write"
         return found
 
     def see_flag(self, actor: str, address: int, value: int) -> None:

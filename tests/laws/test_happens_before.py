@@ -145,7 +145,7 @@ class _Checkpointed(nn.Module):
 
 
 def test_gradients_that_torch_is_asked_for_of_code_that_runs_again(device: torch.device) -> None:
-    """Code that runs again in backward is given device views, whoever has asked for the gradients."""
+    """Checkpointed code that runs again computes with device views, in `torch.autograd.grad` too."""
     found = []
     for streamed in (True, False):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Buckets for gradients: whoever writes to one first waits for those who read its bytes before."""
+"""Buckets for gradients: a load into a bucket waits for the last use of the bucket's bytes."""
 
 from __future__ import annotations
 

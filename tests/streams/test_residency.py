@@ -193,5 +193,5 @@ def test_a_dropped_copy_that_is_still_shown_is_taken_back(world: World) -> None:
     assert residence.stay.base.data_ptr() != shown.data_ptr()
     world.residency.drop(residence)
     del shown
-    world.load(1)  # nobody shows it
+    world.load(1)  # the last view of the dropped copy is gone
     assert residence.loads == loads + 2

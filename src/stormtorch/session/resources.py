@@ -224,8 +224,10 @@ class _Cutting:
 
     def cut(self, limit_bytes: int, free_bytes: int) -> Cut:
         """The largest units that fit in ``free_bytes``; if none do, those that need the least."""
-        cuts = []
-        for parts, by_rows in [(parts, self.by_rows) for parts in UNITS_IN_BUDGET] + [(UNITS_IN_BUDGET[-1], False)]:
+        ways, cuts = [(parts, self.by_rows) for parts in UNITS_IN_BUDGET], list[Cut]()
+        if self.by_rows:  # experts beside their block need a little more than as a part of it
+            ways.append((UNITS_IN_BUDGET[-1], False))
+        for parts, by_rows in ways:
             parted = functools.partial(self.parted, by_rows=by_rows)
             cuts.append(room_for(division(limit_bytes, parts), parted, free_bytes))
             if cuts[-1].least_bytes <= free_bytes:

@@ -242,7 +242,7 @@ class Residency:
 
     def lend(self, unit: Unit) -> None:
         """Note that user code has got weights of ``unit`` without a module."""
-        if torch.is_grad_enabled():  # else nobody keeps more of them than the operation needs
+        if torch.is_grad_enabled():  # else autograd saves nothing, and a dropped copy ends with the operation
             self._lent.append((self.residences[unit.index], self._uses))
 
     def may_give_way(self, index: int, distance: float) -> bool:

@@ -145,7 +145,7 @@ class ParameterStream:
         return residence.stay
 
     def _complete(self, residence: Residence, stay: Stay, there: set[int], rows: frozenset[int] | None) -> None:
-        """Load those of ``rows`` that are not ``there``; None: all that are not. Nobody computes with their places."""
+        """Load those of ``rows`` that are not ``there``; None: all that are not. Compute has not read those rows."""
         missing = (frozenset(range(_experts(residence.unit))) if rows is None else rows) - there
         if not missing:
             return
