@@ -316,7 +316,8 @@ def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Two roundings at most, the same on every device."""
-    return torch.optim.SGD(model.parameters(), lr=0.125, foreach=False)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(trainable, lr=0.125, foreach=False)
 
 
 @functools.cache

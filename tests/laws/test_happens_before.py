@@ -150,7 +150,9 @@ def test_gradients_that_torch_is_asked_for_of_code_that_runs_again(device: torch
     for streamed in (True, False):
         torch.manual_seed(0)
         model = _Checkpointed().to("cpu" if streamed else device)
-        optimizer, parameters = adamw(model, fused=True), list(model.parameters())
+        # torch's fused AdamW rounds otherwise on a GPU, where plain PyTorch trains.
+        optimizer = adamw(model) if device.type == "cpu" else sgd(model)
+        parameters = list(model.parameters())
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(device)
         settings = Settings(vram="8MiB", device=device)
         with (

@@ -35,30 +35,22 @@ def test_answers_count_as_they_are() -> None:
     assert meter.read() == (3.0, 0.75)
 
 
-def test_a_question_that_waited_for_a_launch_counts_as_launches_mostly_find_the_gpu() -> None:
-    native = _Counted()
-    meter = IdleMeter(native, 1)  # type: ignore[arg-type]
-    native.counts = {"counted_ns": 10**9, "idle_ns": 2 * 10**8, "blocked_ns": 10**8, "launches": 40}
-    native.counts |= {"launches_after_yes": 30}
-    assert meter.read() == pytest.approx((1.0, 0.2 + 0.1 * 0.75))
-
-
-def test_each_launch_takes_its_moment() -> None:
+def test_each_launch_that_is_found_stands_for_its_gap() -> None:
     native = _Counted()
     meter = IdleMeter(native, 1)  # type: ignore[arg-type]
     native.counts = {"counted_ns": 10**9, "launches": 10, "watched_ns": 1_000_000}  # 10 in a millisecond
     counted_s, idle_s = meter.read()
     assert counted_s == 1.0
-    assert idle_s == pytest.approx(10 * 5.5e-3)
+    assert idle_s == pytest.approx(10 * 4e-3)
     native.counts = {"counted_ns": 11 * 10**8, "idle_ns": 10**8, "launches": 10**6, "watched_ns": 1_000_000}
     assert meter.read()[1] <= idle_s + 0.1 + 1e-9  # never idle for longer than it was looked at
 
 
-def test_the_end_of_a_launch_counts_as_launches_mostly_find_the_gpu() -> None:
+def test_a_launch_onto_an_idle_gpu_takes_its_moment() -> None:
     native = _Counted()
     meter = IdleMeter(native, 1)  # type: ignore[arg-type]
-    native.counts = {"counted_ns": 10**9, "launches": 10, "launches_after_yes": 4, "watched_ns": 1_000_000}
-    assert meter.read()[1] == pytest.approx(10 * (5.5e-3 + 0.4 * 2.5e-3))
+    native.counts = {"counted_ns": 10**9, "idle_ns": 2 * 10**8, "starts": 4, "exposed_ns": 1_000_000}
+    assert meter.read()[1] == pytest.approx(0.2 + 4 * 7e-3)
 
 
 def test_a_closed_meter_says_nothing() -> None:

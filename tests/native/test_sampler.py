@@ -90,10 +90,10 @@ def test_questions_that_wait_for_a_launch_are_told_apart() -> None:
             return 600
         return 600 if place_s < 0.007 else 0
 
-    counts = sampled(answer, enough=lambda counts: counts.launches > 20 and counts.blocked_ns > 10**8)
+    counts = sampled(answer, enough=lambda counts: counts.starts > 20)
     # All of them on a quiet machine; a thread that had to wait for a core looks blocked too.
-    assert counts.launches_after_yes > 0.3 * counts.launches
-    assert counts.blocked_ns > 10**8
+    assert counts.starts > 0.3 * counts.launches
+    assert 0.3 < counts.starts / (counts.exposed_ns / 1e7) < 1.5  # one in 10 ms
 
 
 def test_a_gpu_with_work_ahead_has_no_launches_onto_idle() -> None:
@@ -109,7 +109,7 @@ def test_a_gpu_with_work_ahead_has_no_launches_onto_idle() -> None:
 
     counts = sampled(answer, enough=lambda counts: counts.launches > 20)
     assert counts.launches > 20
-    assert (counts.launches_after_yes, counts.idle_ns) == (0, 0)
+    assert (counts.starts, counts.idle_ns) == (0, 0)
 
 
 def test_questions_that_take_longer_than_a_launch_are_believed() -> None:
@@ -123,8 +123,6 @@ def test_questions_that_take_longer_than_a_launch_are_believed() -> None:
 
     counts = sampled(answer, launch_ns=1_000_000, enough=lambda counts: counts.asked >= 20)
     assert counts.asked >= 20
-    # The first questions may have waited for a core.
-    assert counts.blocked_ns < 0.1 * counts.counted_ns
     assert counts.launches <= 5
 
 

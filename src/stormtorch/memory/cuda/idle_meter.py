@@ -1,10 +1,9 @@
 """Measures how much of the time the GPU is idle because the host has not launched anything.
 
 A thread of C code (csrc/sampler.c) asks some hundred times a second whether the stream that computes has finished all
-enqueued work. Waits for lanes do not count: the stream has not finished then. Three corrections are added. Where the
-driver was busy with a launch and could not answer at once, the GPU is assumed to be in the state in which most launches
-find it. The same holds for questions that waited too briefly to be noticed, of which there is a certain time in each
-launch. And for each launch the GPU needs a moment before the kernel runs, whether it was idle or not.
+enqueued work. Waits for lanes do not count: the stream has not finished then. Two corrections are added, for time in
+which the stream has unfinished work though nothing runs: from the moment at which the driver takes a launch onto an idle
+GPU until the kernel runs, and between two kernels of which the second waits for the first.
 
 The road not taken: a thousand questions a second, each after a pause of up to 40 microseconds, took 3 per cent of one
 core; a step whose optimizer runs on all cores was 3 per cent slower."""
@@ -15,6 +14,7 @@ import ctypes
 import os
 import time
 import weakref
+from dataclasses import dataclass
 
 import torch
 
@@ -24,12 +24,24 @@ from .driver import device_index, driver
 
 _PERIOD_NS = 3_000_000
 _LAUNCH_NS = 16_000  # no launch takes longer, unless the queue of the GPU is full; most take 3 to 10 µs
-# Without a running kernel, for each launch that was found. A kernel starts 2.0 to 2.6 µs late (H200, four models), but
-# only 35 to 70 % of the launches are found, and gaps of 5 to 20 µs are not. With this value seven traces of
-# torch.profiler agree within 2 points of the time.
-_START_NS = 5_500
-_UNNOTICED_NS = 2_500  # the end of each launch, in which a question waits less than BLOCKED_NS of csrc/sampler.c says
+# Both from traces of torch.profiler beside the sampler's counts (H200, three models of transformers, twelve runs). A gap
+# between two kernels is 1.5 to 1.7 µs, but only 30 to 70 % of the launches are found.
+_START_NS = 7_000  # of idle time, for each launch onto an idle GPU
+_GAP_NS = 4_000  # for each launch found
 _FADES = 0.9  # weight of earlier launches, from one reading to the next
+
+
+@dataclass
+class _Rate:
+    """How many events there are in a nanosecond, lately."""
+
+    events: float = 0.0
+    watched_ns: float = 0.0
+
+    def of(self, events: int, watched_ns: int) -> float:
+        """With those of the time since the last reading."""
+        self.events, self.watched_ns = self.events * _FADES + events, self.watched_ns * _FADES + watched_ns
+        return self.events / self.watched_ns if self.watched_ns else 0.0
 
 
 class IdleMeter:
@@ -40,8 +52,7 @@ class IdleMeter:
         self._stream = 0
         self._last = SamplerCounts()
         self._idle_s = 0.0
-        self._launches = self._onto_idle = 0.0  # launches seen lately, and those of them onto an idle GPU
-        self._watched_ns = 0.0  # the time in which they were seen
+        self._launches, self._starts = _Rate(), _Rate()
         self._emitted = time.perf_counter(), 0.0, 0.0  # when, and the readings
         # Also at exit, before the driver ends: the thread must not call it then.
         self._end = weakref.finalize(self, _close, native, handle, os.getpid())
@@ -59,15 +70,10 @@ class IdleMeter:
         now, last = SamplerCounts(), self._last
         self._c.storm_sampler_read(self._handle, ctypes.byref(now))
         self._last = now
-        self._launches = self._launches * _FADES + now.launches - last.launches
-        self._onto_idle = self._onto_idle * _FADES + now.launches_after_yes - last.launches_after_yes
-        self._watched_ns = self._watched_ns * _FADES + now.watched_ns - last.watched_ns
-        onto_idle = self._onto_idle / self._launches if self._launches else 0.0
-        per_ns = self._launches / self._watched_ns if self._watched_ns else 0.0
+        lost = _GAP_NS * self._launches.of(now.launches - last.launches, now.watched_ns - last.watched_ns)
+        lost += _START_NS * self._starts.of(now.starts - last.starts, now.exposed_ns - last.exposed_ns)
         counted_ns = now.counted_ns - last.counted_ns
-        idle_ns = now.idle_ns - last.idle_ns + onto_idle * (now.blocked_ns - last.blocked_ns)
-        idle_ns += per_ns * (_START_NS + onto_idle * _UNNOTICED_NS) * counted_ns
-        self._idle_s += min(float(counted_ns), idle_ns) / 1e9
+        self._idle_s += min(float(counted_ns), now.idle_ns - last.idle_ns + lost * counted_ns) / 1e9
         return now.counted_ns / 1e9, self._idle_s
 
     def emit(self, sink: Sink) -> None:

@@ -5,12 +5,11 @@
  * nothing to do with launches, the share of "yes" is the share of time in which the GPU waited for the host.
  *
  * But the driver answers nothing while it launches: it holds a lock, for 3 to 10 microseconds. A question that falls
- * into a launch is answered behind it, and then there is work. With 5 launches in a millisecond, each onto an idle GPU,
- * this alone made 4 per cent of the time look busy (H200, torch.profiler beside it). So questions are timed: a "no"
- * takes 0.4 to 1 microseconds, a "yes" 2. One that was *blocked*, and answered "no", tells only that a launch was under
- * way. What the GPU did then is told by other questions: from each sample on, this thread asks for some microseconds,
- * and where one of those questions is blocked, the answer just before it is how the GPU was when that launch began. They
- * also tell how many launches there are in a second. The reader puts all of that together.
+ * into a launch is *blocked*: it is answered behind it, and then there is work, as there is until the kernel runs, some
+ * microseconds later. With 5 launches in a millisecond, each onto an idle GPU, this alone made 4 per cent of the time
+ * look busy (H200, torch.profiler beside it). So from each sample on, this thread asks for some microseconds, and counts
+ * the launches: those that block a question (a "no" takes 0.4 to 1 microseconds, a "yes" 2), and those that turn a "yes"
+ * into a "no", which began on an idle GPU. The reader knows what each costs.
  *
  * A question that takes longer than any launch has waited for something else: for a core, or for a launch that waits
  * itself, because the queue of the GPU is full. Its answer is believed. Counted as launches, these questions made a GPU
@@ -88,21 +87,25 @@ static int asked(storm_sampler *s, wait_kind *waited) {
 }
 
 /* Looks for launches from a sample on, for as long as a launch can take; whether there was no error. Where one waits for
-   room in the queue, the time says nothing about launches. */
+   room in the queue, the time says nothing about blocked questions. */
 static int watch(storm_sampler *s, int before, int64_t began) {
-    wait_kind waited;
-    int64_t launches = 0, after_yes = 0;
-    while (storm_now_ns() < began + s->launch_ns) {
+    wait_kind waited = AT_ONCE;
+    int64_t launches = 0, starts = 0, spent = 0;
+    while (spent < s->launch_ns && waited != LONG) {
         int now = asked(s, &waited);
-        if (now < 0 || waited == LONG)
-            return now >= 0;
-        if (waited == BLOCKED && !now)
-            launches++, after_yes += before;
+        if (now < 0)
+            return 0;
+        launches += waited == BLOCKED && !now;
+        starts += before && !now;
         before = now;
+        spent = storm_now_ns() - began;
     }
-    count(&s->counts.watched_ns, s->launch_ns);
-    count(&s->counts.launches, launches);
-    count(&s->counts.launches_after_yes, after_yes);
+    if (waited != LONG) {
+        count(&s->counts.watched_ns, s->launch_ns);
+        count(&s->counts.launches, launches);
+    }
+    count(&s->counts.exposed_ns, spent < s->launch_ns ? spent : s->launch_ns);
+    count(&s->counts.starts, starts);
     return 1;
 }
 
@@ -118,7 +121,7 @@ static int look(storm_sampler *s, uint64_t random) {
     if (answer < 0)
         return 0;
     if (waited != LONG) {
-        pass(s, began, answer ? &s->counts.idle_ns : waited == BLOCKED ? &s->counts.blocked_ns : NULL);
+        pass(s, began, answer ? &s->counts.idle_ns : NULL);
         if (!watch(s, answer, began))
             return 0;
     }
@@ -171,9 +174,9 @@ void storm_sampler_read(storm_sampler *s, storm_sampler_counts *out) {
     out->asked = __atomic_load_n(&s->counts.asked, __ATOMIC_ACQUIRE);
     out->counted_ns = __atomic_load_n(&s->counts.counted_ns, __ATOMIC_RELAXED);
     out->idle_ns = __atomic_load_n(&s->counts.idle_ns, __ATOMIC_RELAXED);
-    out->blocked_ns = __atomic_load_n(&s->counts.blocked_ns, __ATOMIC_RELAXED);
     out->launches = __atomic_load_n(&s->counts.launches, __ATOMIC_RELAXED);
-    out->launches_after_yes = __atomic_load_n(&s->counts.launches_after_yes, __ATOMIC_RELAXED);
+    out->starts = __atomic_load_n(&s->counts.starts, __ATOMIC_RELAXED);
+    out->exposed_ns = __atomic_load_n(&s->counts.exposed_ns, __ATOMIC_RELAXED);
 }
 
 void storm_sampler_close(storm_sampler *s) {

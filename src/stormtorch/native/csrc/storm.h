@@ -66,13 +66,13 @@ STORM_API int32_t storm_touch(void *address, size_t bytes, int32_t threads);
    `relax` first; both may be null. No launch takes `launch_ns`. */
 typedef struct storm_sampler storm_sampler;
 typedef struct {
-    int64_t asked;              /* samples */
-    int64_t counted_ns;         /* the time that they stand for: */
-    int64_t idle_ns;            /* of that, answered "yes" */
-    int64_t blocked_ns;         /* answered "no", behind a launch: what was the case when asked is not known */
-    int64_t launches;           /* seen to begin just after an answer */
-    int64_t launches_after_yes; /* of those, just after a "yes" */
-    int64_t watched_ns;         /* in which they would have been seen */
+    int64_t asked;      /* samples */
+    int64_t counted_ns; /* the time that they stand for: */
+    int64_t idle_ns;    /* of that, answered "yes" */
+    int64_t launches;   /* seen to begin just after an answer */
+    int64_t watched_ns; /* in which they would have been seen */
+    int64_t starts;     /* a "yes", and the next answer "no": a launch onto an idle GPU */
+    int64_t exposed_ns; /* in which they would have been seen */
 } storm_sampler_counts;
 STORM_API int32_t storm_sampler_open(void *ask, int32_t no, void *enter, void *relax, void *context, void *subject,
                                      int64_t period_ns, int64_t launch_ns, storm_sampler **out);

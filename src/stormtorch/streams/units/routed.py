@@ -20,7 +20,7 @@ from .unit import Place, is_dense
 
 _INDICES = ("top_k_index", "router_indices")  # what these modules call the argument
 _MODELS = "transformers.models."
-_MARKS = ("_is_expert_parallel", "is_concatenated", "num_experts")  # set by use_experts_implementation, and by modules
+_MARKS = ("is_concatenated", "num_experts")  # set by use_experts_implementation, and by modules
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def routed(module: nn.Module) -> Routed | None:
     if not all(hasattr(module, mark) for mark in _MARKS):
         return None
     experts = module.num_experts
-    if not isinstance(experts, int) or module._is_expert_parallel:
+    if not isinstance(experts, int) or getattr(module, "_is_expert_parallel", False):
         return None
     parameters = list(module.parameters(recurse=False))
     if len(parameters) < sum(1 for _ in module.parameters()):
