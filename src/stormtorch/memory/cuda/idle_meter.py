@@ -2,8 +2,8 @@
 
 A thread of C code (csrc/sampler.c) asks some hundred times a second whether the stream that computes has finished all
 enqueued work. Waits for lanes do not count: the stream has not finished then. Two corrections are added, for time in
-which the stream has unfinished work though nothing runs: from the moment at which the driver takes a launch onto an idle
-GPU until the kernel runs, and between two kernels of which the second waits for the first.
+which the stream has unfinished work though nothing runs: from the moment at which the driver takes a launch onto an
+idle GPU until the kernel runs, and between two kernels of which the second waits for the first.
 
 The road not taken: a thousand questions a second, each after a pause of up to 40 microseconds, took 3 per cent of one
 core; a step whose optimizer runs on all cores was 3 per cent slower."""
@@ -24,8 +24,8 @@ from .driver import device_index, driver
 
 _PERIOD_NS = 3_000_000
 _LAUNCH_NS = 16_000  # no launch takes longer, unless the queue of the GPU is full; most take 3 to 10 µs
-# Both from traces of torch.profiler beside the sampler's counts (H200, three models of transformers, twelve runs). A gap
-# between two kernels is 1.5 to 1.7 µs, but only 30 to 70 % of the launches are found.
+# Both from traces of torch.profiler beside the sampler's counts (H200, three models of transformers, twelve runs). A
+# gap between two kernels is 1.5 to 1.7 µs, but only 30 to 70 % of the launches are found.
 _START_NS = 7_000  # of idle time, for each launch onto an idle GPU
 _GAP_NS = 4_000  # for each launch found
 _FADES = 0.9  # weight of earlier launches, from one reading to the next
