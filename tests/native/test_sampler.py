@@ -90,10 +90,10 @@ def test_questions_that_wait_for_a_launch_are_told_apart() -> None:
             return 600
         return 600 if place_s < 0.007 else 0
 
-    counts = sampled(answer, enough=lambda counts: counts.starts > 20)
+    counts = sampled(answer, enough=lambda counts: counts.stops > 20)
     # All of them on a quiet machine; a thread that had to wait for a core looks blocked too.
-    assert counts.starts > 0.3 * counts.launches
-    assert 0.3 < counts.starts / (counts.exposed_ns / 1e7) < 1.5  # one in 10 ms
+    assert counts.stops > 0.3 * counts.launches
+    assert 0.3 < counts.stops / (counts.exposed_ns / 1e7) < 1.5  # one in 10 ms
 
 
 def test_a_gpu_with_work_ahead_has_no_launches_onto_idle() -> None:
@@ -109,7 +109,7 @@ def test_a_gpu_with_work_ahead_has_no_launches_onto_idle() -> None:
 
     counts = sampled(answer, enough=lambda counts: counts.launches > 20)
     assert counts.launches > 20
-    assert (counts.starts, counts.idle_ns) == (0, 0)
+    assert (counts.stops, counts.idle_ns) == (0, 0)
 
 
 def test_questions_that_take_longer_than_a_launch_are_believed() -> None:

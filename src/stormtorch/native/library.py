@@ -50,7 +50,7 @@ class PoolStats(ctypes.Structure):
 class SamplerCounts(ctypes.Structure):
     """``storm_sampler_counts`` of csrc/storm.h."""
 
-    _fields_ = _all(ctypes.c_int64, "asked counted_ns idle_ns launches watched_ns starts exposed_ns")
+    _fields_ = _all(ctypes.c_int64, "asked counted_ns idle_ns launches watched_ns stops exposed_ns")
 
 
 class RowsOutcome(ctypes.Structure):

@@ -24,10 +24,11 @@ from .driver import device_index, driver
 
 _PERIOD_NS = 3_000_000
 _LAUNCH_NS = 16_000  # no launch takes longer, unless the queue of the GPU is full; most take 3 to 10 µs
-# Both from traces of torch.profiler beside the sampler's counts (H200, three models of transformers, twelve runs). A
-# gap between two kernels is 1.5 to 1.7 µs, but only 30 to 70 % of the launches are found.
-_START_NS = 7_000  # of idle time, for each launch onto an idle GPU
-_GAP_NS = 4_000  # for each launch found
+# Both from traces of torch.profiler, each question of the sampler beside them (H200, three models of transformers, ten
+# runs). A launch onto an idle GPU takes 13 µs on a fast host, 8 on a slow one, where more is seen as idle; a kernel
+# behind another one starts 1.5 µs late. Half of the stops and two thirds of the launches are found.
+_STOP_NS = 12_000  # of idle time, for each time that work was found to run out
+_GAP_NS = 2_900  # for each launch found
 _FADES = 0.9  # weight of earlier launches, from one reading to the next
 
 
@@ -52,7 +53,7 @@ class IdleMeter:
         self._stream = 0
         self._last = SamplerCounts()
         self._idle_s = 0.0
-        self._launches, self._starts = _Rate(), _Rate()
+        self._launches, self._stops = _Rate(), _Rate()
         self._emitted = time.perf_counter(), 0.0, 0.0  # when, and the readings
         # Also at exit, before the driver ends: the thread must not call it then.
         self._end = weakref.finalize(self, _close, native, handle, os.getpid())
@@ -71,7 +72,7 @@ class IdleMeter:
         self._c.storm_sampler_read(self._handle, ctypes.byref(now))
         self._last = now
         lost = _GAP_NS * self._launches.of(now.launches - last.launches, now.watched_ns - last.watched_ns)
-        lost += _START_NS * self._starts.of(now.starts - last.starts, now.exposed_ns - last.exposed_ns)
+        lost += _STOP_NS * self._stops.of(now.stops - last.stops, now.exposed_ns - last.exposed_ns)
         counted_ns = now.counted_ns - last.counted_ns
         self._idle_s += min(float(counted_ns), now.idle_ns - last.idle_ns + lost * counted_ns) / 1e9
         return now.counted_ns / 1e9, self._idle_s

@@ -4,19 +4,19 @@
  * kernels it would always be asked just before a launch, when the answer is "yes" most often. Asked at moments that have
  * nothing to do with launches, the share of "yes" is the share of time in which the GPU waited for the host.
  *
- * But the driver answers nothing while it launches: it holds a lock, for 3 to 10 microseconds. A question that falls
+ * But the driver answers nothing while it launches: it holds a lock, for 4 to 10 microseconds. A question that falls
  * into a launch is *blocked*: it is answered behind it, and then there is work, as there is until the kernel runs, some
- * microseconds later. With 5 launches in a millisecond, each onto an idle GPU, this alone made 4 per cent of the time
- * look busy (H200, torch.profiler beside it). So from each sample on, this thread asks for some microseconds, and counts
- * the launches: those that block a question (a "no" takes 0.4 to 1 microseconds, a "yes" 2), and those that turn a "yes"
- * into a "no", which began on an idle GPU. The reader knows what each costs.
+ * microseconds later. A launch onto an idle GPU makes 13 microseconds look busy in this way, and a kernel behind another
+ * one starts 1.5 microseconds late: together 3 to 6 per cent of the time (H200, torch.profiler beside every question).
+ * So from each sample on, this thread asks for some microseconds, and counts the launches, which block a question (a
+ * "no" takes 0.4 to 1 microseconds, a "yes" 2), and the *stops*: a "no", and then a "yes", so that the next launch is
+ * onto an idle GPU. It finds half of each. The reader knows what each costs.
  *
- * A question that takes longer than any launch has waited for something else: for a core, or for a launch that waits
- * itself, because the queue of the GPU is full. Its answer is believed. Counted as launches, these questions made a GPU
- * that was busy for 49 per cent of the time look busy for 29. They may take 20 milliseconds, in which nothing else is
- * asked, and a thread that wants a core may be woken late; both come when the GPU has work. So samples count by time:
- * each for half of the time since the one before it, and half of the time until the next. Counted by number, they found
- * 13 per cent idle where it was 10.
+ * A thread that waits for the lock may be woken much later, and a launch itself may wait, for 20 milliseconds even,
+ * because the queue of the GPU is full. Nothing else is asked meanwhile, and both come when the GPU has work. So samples
+ * count by time: each for half of the time since the one before it, and half of the time until the next. Counted by
+ * number, they found 13 per cent idle where it was 10. The same holds for rates: a launch that waits is one launch in
+ * the whole of that time.
  *
  * No Python here, and no GIL: a Python thread that woke a thousand times a second would slow the launches down that it
  * watches. */
@@ -86,45 +86,46 @@ static int asked(storm_sampler *s, wait_kind *waited) {
     return answer;
 }
 
-/* Looks for launches from a sample on, for as long as a launch can take; whether there was no error. Where one waits for
-   room in the queue, the time says nothing about blocked questions. */
-static int watch(storm_sampler *s, int before, int64_t began) {
-    wait_kind waited = AT_ONCE;
-    int64_t launches = 0, starts = 0, spent = 0;
-    while (spent < s->launch_ns && waited != LONG) {
+/* Asks again and again from a sample on, for as long as a launch can take: how many launches were in the way, and how
+   often work ran out. Adds to `stops`; whether there was no error. */
+static int watch(storm_sampler *s, int before, int64_t began, int64_t *stops) {
+    int64_t launches = 0, spent;
+    do {
+        wait_kind waited;
         int now = asked(s, &waited);
         if (now < 0)
             return 0;
-        launches += waited == BLOCKED && !now;
-        starts += before && !now;
+        launches += waited == LONG || (waited == BLOCKED && !now);
+        *stops += !before && now;
         before = now;
         spent = storm_now_ns() - began;
-    }
-    if (waited != LONG) {
-        count(&s->counts.watched_ns, s->launch_ns);
-        count(&s->counts.launches, launches);
-    }
-    count(&s->counts.exposed_ns, spent < s->launch_ns ? spent : s->launch_ns);
-    count(&s->counts.starts, starts);
+    } while (spent < s->launch_ns);
+    count(&s->counts.watched_ns, spent);
+    count(&s->counts.launches, launches);
     return 1;
 }
 
-/* One sample, and the questions that follow it; whether there was no error. */
+/* One sample, and the questions around it; whether there was no error. */
 static int look(storm_sampler *s, uint64_t random) {
     wait_kind waited;
-    if (asked(s, &waited) < 0) /* the first question after a sleep is slow, whatever the lock does */
+    int first = asked(s, &waited); /* after a sleep it is slow, whatever the lock does */
+    if (first < 0)
         return 0;
-    int64_t began = storm_now_ns() + (int64_t)(random % SPIN_NS); /* away from the moment at which the lock was free */
+    int64_t since = storm_now_ns();
+    int64_t began = since + (int64_t)(random % SPIN_NS); /* away from the moment at which the lock was free */
     while (storm_now_ns() < began) {
     }
     int answer = asked(s, &waited);
     if (answer < 0)
         return 0;
+    int64_t stops = !first && answer;
     if (waited != LONG) {
         pass(s, began, answer ? &s->counts.idle_ns : NULL);
-        if (!watch(s, answer, began))
+        if (!watch(s, answer, began, &stops))
             return 0;
     }
+    count(&s->counts.exposed_ns, storm_now_ns() - since);
+    count(&s->counts.stops, stops);
     __atomic_fetch_add(&s->counts.asked, 1, __ATOMIC_RELEASE);
     return 1;
 }
@@ -175,7 +176,7 @@ void storm_sampler_read(storm_sampler *s, storm_sampler_counts *out) {
     out->counted_ns = __atomic_load_n(&s->counts.counted_ns, __ATOMIC_RELAXED);
     out->idle_ns = __atomic_load_n(&s->counts.idle_ns, __ATOMIC_RELAXED);
     out->launches = __atomic_load_n(&s->counts.launches, __ATOMIC_RELAXED);
-    out->starts = __atomic_load_n(&s->counts.starts, __ATOMIC_RELAXED);
+    out->stops = __atomic_load_n(&s->counts.stops, __ATOMIC_RELAXED);
     out->exposed_ns = __atomic_load_n(&s->counts.exposed_ns, __ATOMIC_RELAXED);
 }
 

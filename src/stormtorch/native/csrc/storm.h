@@ -69,10 +69,10 @@ typedef struct {
     int64_t asked;      /* samples */
     int64_t counted_ns; /* the time that they stand for: */
     int64_t idle_ns;    /* of that, answered "yes" */
-    int64_t launches;   /* seen to begin just after an answer */
-    int64_t watched_ns; /* in which they would have been seen */
-    int64_t starts;     /* a "yes", and the next answer "no": a launch onto an idle GPU */
-    int64_t exposed_ns; /* in which they would have been seen */
+    int64_t launches;   /* that a question had to wait for */
+    int64_t watched_ns; /* in which they were looked for */
+    int64_t stops;      /* a "no", and the next answer "yes": work ran out */
+    int64_t exposed_ns; /* in which they were looked for */
 } storm_sampler_counts;
 STORM_API int32_t storm_sampler_open(void *ask, int32_t no, void *enter, void *relax, void *context, void *subject,
                                      int64_t period_ns, int64_t launch_ns, storm_sampler **out);

@@ -1,6 +1,8 @@
-"""Moves parameters to home memory one by one, so that RAM never holds more than one of them twice.
+"""Moves parameters to home memory one by one, so that RAM never holds more than a small part of them twice.
 
 Home memory is mapped but not touched yet. Each parameter is copied there, and its old memory is freed before the next.
+Memory is touched some parameters ahead, because starting threads for each takes longer than touching: 9 GB/s for the 29
+MB of an average one, 48 GB/s for 512 MiB (16 cores). Where RAM has no room for that, it is touched for each.
 If that fails half-way, some parameters lie in the old memory and some in the new, and the model is whole. Memory over
 which user code still has tensors cannot be freed: the user is told how much that is. Mapped files are page cache, which
 the system takes back by itself."""
@@ -24,6 +26,7 @@ from ..units.unit import Unit
 
 _TRIM_BYTES = 64 * MiB  # bytes moved between two returns of memory to the system
 _TOUCH_BYTES = 4 * MiB  # least bytes for which starting threads pays
+_AHEAD_PART, _AHEAD_BYTES = 24, 512 * MiB  # touched ahead: 1/24 of the weights, at most so much
 _TRIES, _TRY_S = 10, 0.05  # how often, and how many seconds apart, to check for freed memory before giving up
 # The user is told if more than 1/20 of the weights and more bytes than this are held.
 _HELD_PART, _HELD_BYTES = 20, 64 * MiB
@@ -37,6 +40,8 @@ class Moving:
         self._total = sum(unit.image_bytes for unit in units)
         self._since = 0  # bytes moved since memory was returned to the system
         self._is_tight = self._total > host_available_bytes()
+        self._ahead = 0 if self._is_tight else min(self._total // _AHEAD_PART, _AHEAD_BYTES)
+        self._touched = range(0)  # addresses of home memory that were touched last
 
     @property
     def held_bytes(self) -> int:
@@ -50,8 +55,7 @@ class Moving:
             size = place.count * place.dtype.itemsize
             if self._is_tight:
                 self._check_room(size)
-            if size >= _TOUCH_BYTES:
-                first_touch(image.data_ptr() + place.at, size)
+            self._touch(image, place.at, size)
             with torch.no_grad():
                 if not place.parameter.is_meta:
                     view.copy_(place.parameter.data)
@@ -60,6 +64,16 @@ class Moving:
             if self._since >= _TRIM_BYTES:
                 trim_heap()
                 self._since = 0
+
+    def _touch(self, image: torch.Tensor, at: int, size: int) -> None:
+        """Touch ``size`` bytes of ``image``, and what follows them in its region."""
+        first, region = image.data_ptr() + at, image.untyped_storage()
+        if first in self._touched and first + size <= self._touched.stop:
+            return
+        last = min(first + max(size, self._ahead), region.data_ptr() + region.nbytes())
+        if last - first >= _TOUCH_BYTES:
+            first_touch(first, last - first)
+            self._touched = range(first, last)
 
     def say_what_is_held(self) -> None:
         """Tell the user, once, how much memory could not be freed after all have moved."""
