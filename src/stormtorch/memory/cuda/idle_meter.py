@@ -27,8 +27,8 @@ _LAUNCH_NS = 16_000  # no launch takes longer, unless the queue of the GPU is fu
 # Both from traces of torch.profiler, each question of the sampler beside them (H200, three models of transformers, ten
 # runs). A launch onto an idle GPU takes 13 µs on a fast host, 8 on a slow one, where more is seen as idle; a kernel
 # behind another one starts 1.5 µs late. Half of the stops and two thirds of the launches are found.
-_STOP_NS = 12_000  # of idle time, for each time that work was found to run out
-_GAP_NS = 2_900  # for each launch found
+_STOP_NS = 11_000  # of idle time, for each time that work was found to run out
+_GAP_NS = 2_600  # for each launch found
 _FADES = 0.9  # weight of earlier launches, from one reading to the next
 
 
