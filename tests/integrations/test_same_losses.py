@@ -18,7 +18,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trai
 from stormtorch.integrations.huggingface import StormTrainer, storm_trainer
 from stormtorch.session.api import Session
 from stormtorch.streams.home.parameter import HomeParameter
-from stormtorch.streams.optimizer.adam import AdamStream
+from stormtorch.streams.optimizer.adam.stream import AdamStream
 
 from ..laws.models import roots_are_exact
 from .small import BOTH, VRAM, Rows, StopAt, arguments, assert_same, common, llama, logged, qwen, weights

@@ -166,4 +166,4 @@ def _check_updates(patch: pytest.MonkeyPatch, checker: Checker) -> None:
         adamw_(tensors, step, **settings)
 
     patch.setattr(Worker, "submit", checked_submit)
-    patch.setattr("stormtorch.streams.optimizer.adam.adamw_", checked_update)
+    patch.setattr("stormtorch.streams.optimizer.adam.stream.adamw_", checked_update)

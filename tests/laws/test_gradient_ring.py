@@ -20,7 +20,7 @@ from stormtorch.memory.host.arena import PAGE
 from stormtorch.native.worker.jobs import Worker
 from stormtorch.native.worker.python_worker import PythonThread
 from stormtorch.session.api import Session
-from stormtorch.streams.optimizer.adam import AdamStream
+from stormtorch.streams.optimizer.adam.stream import AdamStream
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.units.sizes import homes_for
 

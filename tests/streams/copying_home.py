@@ -9,7 +9,7 @@ from stormtorch.core.tags import Tag
 from stormtorch.memory.host.arena import HostArena
 from stormtorch.memory.lanes.lane import Delay, Event
 from stormtorch.memory.lanes.thread import ThreadLane
-from stormtorch.streams.optimizer.state_home import RamHome, States
+from stormtorch.streams.optimizer.adam.state_home import RamHome, States
 from stormtorch.streams.units.chunks import Chunk, whole_of
 from stormtorch.streams.units.unit import Place, Unit
 from stormtorch.streams.weights.residency import HomeGate

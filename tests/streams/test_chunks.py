@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stormtorch.streams.optimizer.adam_home import Buffers, Run, adjoin, bind
-from stormtorch.streams.optimizer.adam_settings import adam_step
-from stormtorch.streams.optimizer.state_home import States
+from stormtorch.streams.optimizer.adam.home import Buffers, Run, adjoin, bind
+from stormtorch.streams.optimizer.adam.settings import adam_step
+from stormtorch.streams.optimizer.adam.state_home import States
 from stormtorch.streams.units.chunks import chunks_of, whole_of
 from stormtorch.streams.units.unit import Place, Unit
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from stormtorch.session.api import Session
-from stormtorch.streams.optimizer.adam_home import AdamState
+from stormtorch.streams.optimizer.adam.home import AdamState
 from stormtorch.streams.settings import Settings, Trial
 
 

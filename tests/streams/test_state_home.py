@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from stormtorch.memory.host.arena import HostArena
 from stormtorch.session.api import Session
-from stormtorch.streams.optimizer.state_home import RamHome
+from stormtorch.streams.optimizer.adam.state_home import RamHome
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.units.unit import Unit
 

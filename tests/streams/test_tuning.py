@@ -21,8 +21,8 @@ from stormtorch.memory.pools.pool import DevicePool
 from stormtorch.observe.recorder import Recorder
 from stormtorch.planner.online import Tuning
 from stormtorch.session.api import Session
-from stormtorch.streams.optimizer.adam import AdamStream
-from stormtorch.streams.optimizer.adam_home import AdamHome, Waiting
+from stormtorch.streams.optimizer.adam.home import AdamHome, Waiting
+from stormtorch.streams.optimizer.adam.stream import AdamStream
 from stormtorch.streams.optimizer.shares import Rates
 from stormtorch.streams.optimizer.updater import NoUpdater
 from stormtorch.streams.settings import Settings, Trial

@@ -35,10 +35,10 @@ from ..streams.home.meta import Exchange, give_substance
 from ..streams.model.access import UserAccess
 from ..streams.model.attach import Attachment
 from ..streams.model.schedule import Schedule
-from ..streams.optimizer.adam import AdamStream
-from ..streams.optimizer.adam_home import AdamHome
-from ..streams.optimizer.device_states import kept_bytes
-from ..streams.optimizer.state_home import RamHome, StateHome
+from ..streams.optimizer.adam.device_states import kept_bytes
+from ..streams.optimizer.adam.home import AdamHome
+from ..streams.optimizer.adam.state_home import RamHome, StateHome
+from ..streams.optimizer.adam.stream import AdamStream
 from ..streams.optimizer.stream import OptimizerStream
 from ..streams.optimizer.torch_step import TorchStep, is_whole
 from ..streams.optimizer.updater import MASTER

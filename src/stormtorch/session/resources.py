@@ -33,8 +33,8 @@ from ..memory.pools.pool import DevicePool
 from ..observe.recorder import Recorder
 from ..streams.bridge import handlers
 from ..streams.home.moving import Moving, ram_of
-from ..streams.optimizer.adam_settings import runs_as_adam
-from ..streams.optimizer.device_states import kept_bytes
+from ..streams.optimizer.adam.device_states import kept_bytes
+from ..streams.optimizer.adam.settings import runs_as_adam
 from ..streams.optimizer.torch_step import is_separable
 from ..streams.settings import Settings, Trial
 from ..streams.units.partition import Partition, partition

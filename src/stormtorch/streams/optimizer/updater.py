@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002  defaults ignore their arguments
-"""The interface of what updates weights: our own Adam (adam.py), torch's own step (torch_step.py), or nothing.
+"""The interface of what updates weights: our own Adam (adam/), torch's own step (torch_step.py), or nothing.
 
 The defaults are those of an updater that is done when `update` returns, and whose states torch keeps. Our own Adam
 updates behind its caller and keeps states in home memory: it overrides most of them."""

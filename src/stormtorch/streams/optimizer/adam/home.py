@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...memory.lanes.flags import Flag
-from ...memory.lanes.lane import Event
-from ...memory.pools.pool import Piece
-from ...native.update import AdamStep, AdamTensors
-from ..units.chunks import Chunk, whole_of
-from ..units.unit import Place, Unit
-from ..weights.residency import HomeGate
+from ....memory.lanes.flags import Flag
+from ....memory.lanes.lane import Event
+from ....memory.pools.pool import Piece
+from ....native.update import AdamStep, AdamTensors
+from ...units.chunks import Chunk, whole_of
+from ...units.unit import Place, Unit
+from ...weights.residency import HomeGate
 from .state_home import SPLIT_DTYPE, States
 
 _MOST_BOUND = 64  # updates of a unit whose tensors are kept

@@ -14,13 +14,13 @@ from typing import Protocol
 
 import torch
 
-from ...memory.host.arena import HostArena
-from ...memory.lanes.lane import Event
-from ...native.update import AdamTensors
-from ..units.chunks import Chunk, whole_of
-from ..units.unit import Place, Unit
-from ..weights.residency import HomeGate
-from .updater import MASTER
+from ....memory.host.arena import HostArena
+from ....memory.lanes.lane import Event
+from ....native.update import AdamTensors
+from ...units.chunks import Chunk, whole_of
+from ...units.unit import Place, Unit
+from ...weights.residency import HomeGate
+from ..updater import MASTER
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of these states
 SPLIT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.float32}  # of masters
@@ -30,7 +30,7 @@ class States:
     """The states of a chunk: in buffers that a home has lent, or on the device.
 
     ``parts``: the bytes of exp_avg, exp_avg_sq and masters. ``ready``: the event after which they are there; None: they
-    are there already. ``bound``: the tensors of updates with these buffers, for the next step (adam_home.py)."""
+    are there already. ``bound``: the tensors of updates with these buffers, for the next step (home.py)."""
 
     __slots__ = ("bound", "chunk", "exp_avg", "exp_avg_sq", "masters", "parts", "ready", "unit")
 

@@ -20,29 +20,29 @@ from typing import Any
 
 import torch
 
-from ...core.errors import OutOfBudget
-from ...core.tags import Tag
-from ...memory.lanes.build import Lanes
-from ...memory.lanes.flags import Flags
-from ...memory.lanes.lane import Lane
-from ...memory.lanes.waits import WaitMeter
-from ...native.adamw import adamw_
-from ...native.worker.jobs import UpdateMeter, Worker
-from ..bridge.lock import locked
-from ..bridge.torch_private import in_backward
-from ..gradients.home import GradHome, GradState
-from ..home.parameter import Access
-from ..units.unit import Place, Unit
-from ..weights.residency import Stay
-from .adam_home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind, bound
-from .adam_settings import adam_step, refuse_unknown
-from .adam_states import AdamStates
+from ....core.errors import OutOfBudget
+from ....core.tags import Tag
+from ....memory.lanes.build import Lanes
+from ....memory.lanes.flags import Flags
+from ....memory.lanes.lane import Lane
+from ....memory.lanes.waits import WaitMeter
+from ....native.adamw import adamw_
+from ....native.worker.jobs import UpdateMeter, Worker
+from ...bridge.lock import locked
+from ...bridge.torch_private import in_backward
+from ...gradients.home import GradHome, GradState
+from ...home.parameter import Access
+from ...units.unit import Place, Unit
+from ...weights.residency import Stay
+from ..param_groups import ParamGroups
+from ..updater import MASTER, Conductor, Snapshot, Updater
 from .clipping import Scaling
 from .device_states import DeviceStates
+from .home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind, bound
 from .masters import Masters
-from .param_groups import ParamGroups
+from .settings import adam_step, refuse_unknown
+from .shown import AdamStates
 from .state_home import StateHome, States
-from .updater import MASTER, Conductor, Snapshot, Updater
 
 _EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 
 import torch
 
-from ..home.parameter import plain
-from ..units.unit import Place
-from .adam_home import AdamHome
+from ...home.parameter import plain
+from ...units.unit import Place
+from ..updater import MASTER, Updater
+from .home import AdamHome
 from .state_home import StateHome
-from .updater import MASTER, Updater
 
 
 class Masters:

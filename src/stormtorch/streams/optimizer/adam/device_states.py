@@ -12,17 +12,17 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ...core.tags import Tag
-from ...memory.lanes.build import Lanes
-from ...memory.lanes.lane import Event, Lane
-from ...memory.lanes.waits import WaitMeter
-from ...memory.pools.pool import GRAIN, Piece
-from ..units.chunks import Chunk, chunks_of
-from ..units.unit import Unit
-from ..weights.residency import Residency
-from .adam_home import AdamHome, AdamState, Staged, Waiting, states_of
+from ....core.tags import Tag
+from ....memory.lanes.build import Lanes
+from ....memory.lanes.lane import Event, Lane
+from ....memory.lanes.waits import WaitMeter
+from ....memory.pools.pool import GRAIN, Piece
+from ...units.chunks import Chunk, chunks_of
+from ...units.unit import Unit
+from ...weights.residency import Residency
+from ..updater import StatesOnDevice
+from .home import AdamHome, AdamState, Staged, Waiting, states_of
 from .state_home import StateHome
-from .updater import StatesOnDevice
 
 _SETS = 8  # one being updated, some on their way in, some on their way home
 _FEW_SETS = 3

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..bridge.torch_private import without_torch_function
-from ..gradients.stream import GradientStream
-from ..home.parameter import Access, HomeView, home_view, joined, plain
-from ..units.unit import Place, Unit
-from .adam_home import AdamHome
+from ...bridge.torch_private import without_torch_function
+from ...gradients.stream import GradientStream
+from ...home.parameter import Access, HomeView, home_view, joined, plain
+from ...units.unit import Place, Unit
+from ..param_groups import ParamGroups
+from ..updater import MASTER, ShownStates, Snapshot, Updater
+from .home import AdamHome
 from .masters import Masters
-from .param_groups import ParamGroups
 from .state_home import MOMENTS, StateHome
-from .updater import MASTER, ShownStates, Snapshot, Updater
 
 
 class AdamStates(ShownStates):

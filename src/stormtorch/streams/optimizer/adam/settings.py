@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ...core.errors import StormError
-from ...native.update import AdamStep
-from ..units.unit import Unit
-from .patch import users_own
+from ....core.errors import StormError
+from ....native.update import AdamStep
+from ...units.unit import Unit
+from ..patch import users_own
 
 
 def runs_as_adam(optimizer: torch.optim.Optimizer, units: list[Unit], masters: bool) -> bool:
