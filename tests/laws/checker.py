@@ -16,7 +16,7 @@ import torch
 import stormtorch
 from stormtorch.memory.host.region import Region
 from stormtorch.memory.lanes.waits import WaitMeter
-from stormtorch.native.update import AdamTensors
+from stormtorch.native.update import AdamTensors, WeightCopy
 from stormtorch.native.worker.jobs import FlagValue
 
 from .ordering import HOST, Access, Clocks, Memory, Point
@@ -138,14 +138,21 @@ class Checker:
 
     # --- updates
 
-    def job(self, tensors: AdamTensors, ready: FlagValue | None, done: FlagValue | None) -> None:
+    def job(
+        self,
+        tensors: AdamTensors | WeightCopy,
+        ready: FlagValue | None,
+        done: FlagValue | None,
+        also: FlagValue | None = None,
+    ) -> None:
         """Note a job of the worker: an actor of its own, because jobs overtake each other."""
         with self._lock:
             self._jobs += 1
             actor = f"job {self._jobs}"
             self.clocks.ask(actor)
-            if ready is not None:
-                self.see_flag(actor, ready.address, ready.value)
+            for flag in (ready, also):
+                if flag is not None:
+                    self.see_flag(actor, flag.address, flag.value)
             read, written = _of(tensors)
             for tensor in read:
                 self.use(actor, tensor, "for an update", writes=False)
@@ -159,10 +166,12 @@ class Checker:
         self.operate("in an update", *_of(tensors))
 
 
-def _of(tensors: AdamTensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _of(tensors: AdamTensors | WeightCopy) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What an update reads, and what it writes."""
+    if isinstance(tensors, WeightCopy):
+        return [tensors.source], [tensors.weight]
     written = (tensors.weight, tensors.master, tensors.exp_avg, tensors.exp_avg_sq)
-    read = (tensors.grad, tensors.grad_factor)
+    read = [tensors.grad, tensors.grad_factor, *(_of(tensors.source)[1] if tensors.source is not None else ())]
     return [tensor for tensor in read if tensor is not None], [tensor for tensor in written if tensor is not None]
 
 

@@ -25,7 +25,7 @@ from stormtorch.memory.lanes.build import Lanes, open_lanes
 from stormtorch.memory.lanes.flags import Flag
 from stormtorch.memory.lanes.lane import Event, Lane
 from stormtorch.native.adamw import adamw_
-from stormtorch.native.update import AdamStep, AdamTensors
+from stormtorch.native.update import AdamStep, AdamTensors, WeightCopy
 from stormtorch.native.worker.jobs import FlagValue, Worker
 
 from .checker import Checker, Wait
@@ -165,5 +165,12 @@ def _check_updates(patch: pytest.MonkeyPatch, checker: Checker) -> None:
         checker.update(tensors)
         adamw_(tensors, step, **settings)
 
+    copy = Worker.copy
+
+    def checked_copy(worker: Worker, tensors: WeightCopy, **settings: Any) -> int:
+        checker.job(tensors, settings["ready"], settings["done"], settings["also"])
+        return copy(worker, tensors, **settings)
+
     patch.setattr(Worker, "submit", checked_submit)
+    patch.setattr(Worker, "copy", checked_copy)
     patch.setattr("stormtorch.streams.optimizer.adam.stream.adamw_", checked_update)

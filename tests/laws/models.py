@@ -412,13 +412,15 @@ def stream(
     step: str = "forward",
     seed: int | None = None,
     kept: int = 0,
+    ahead: bool = False,
     room: int | None = None,
     **settings: Any,
 ) -> Session:
     """A session as the laws want it; with a ``seed``, delayed at random and poisoned, and every other unit updated on
     the device; with an even one, that is left to measurements where there are any, which is on a GPU.
 
-    ``kept``: so many units have their optimizer states kept on the device. ``room``: what activations find there.
+    ``kept``: so many units have their optimizer states kept on the device. ``ahead``: all have memory for updates ahead
+    of the step, and the CPU updates. ``room``: what activations find there.
     """
     device = torch.device(device)
     # On a GPU a quarter of the budget is planned for weights at first, and the plain twin is in the way of more.
@@ -429,7 +431,8 @@ def stream(
         delay=None if seed is None else jitter(device, seed),
         poison=seed is not None,
         kept=kept,
-        device_share=0.5 if seed is not None and (device.type == "cpu" or seed % 2) else None,
+        device_share=0.0 if ahead else 0.5 if seed is not None and (device.type == "cpu" or seed % 2) else None,
+        ahead=ahead,
         activation_room=room,
         small_bytes=1,
     )

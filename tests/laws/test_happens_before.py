@@ -48,6 +48,9 @@ WAYS = [
     Way("backward", vram="auto"),
     Way("serial"),
     Way(optimizers=sgd, clip="torch"),
+    Way(ahead=True, steps=5),
+    Way(ahead=True, steps=5, share=0.0, clip="torch", poison=True, dtype=torch.bfloat16),
+    SUMS._replace(ahead=True, share=0.0, steps=4),
 ]
 CASES = [LLAMA, RECOMPUTED, *(OTHER[name] for name in ("tied", "moe", "lora", "conv", "lstm"))]
 

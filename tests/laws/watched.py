@@ -51,6 +51,7 @@ class Way(NamedTuple):
     poison: bool = False  # which orders some work that nothing else does
     vram: object = "tight"
     kept: int = 0
+    ahead: bool = False
     activations: str = "keep"
     optimizers: Any = adamw
     dtype: torch.dtype = torch.float32
@@ -69,13 +70,39 @@ def trained(case: Case, way: Way = Way(), missing: Wait | None = None) -> Checke
     if way.kept and isinstance(budget, int):
         budget += 32 * sum(p.numel() + 512 for p in model.parameters())
     room = None if way.activations == "keep" else ROOM
-    trial = Trial(poison=way.poison, kept=way.kept, device_share=way.share, activation_room=room, small_bytes=1)
+    trial = Trial(
+        poison=way.poison,
+        kept=way.kept,
+        ahead=way.ahead,
+        device_share=way.share,
+        activation_room=room,
+        small_bytes=1,
+    )
     settings = Settings(vram=budget, device="cpu", step=way.step, activations=way.activations)
     with checking(missing) as checker, Session(model, optimizer, settings, trial=trial) as session:
         train(
             case, model, optimizer, steps=way.steps, accumulate=way.accumulate, clip=way.clip, session=session,
             look=way.look,
         )  # fmt: skip
+    return checker
+
+
+def skipped(missing: Wait | None = None) -> Checker:
+    """Drop gradients with which backward has begun updates ahead."""
+    model = SHORT.build()
+    optimizer = adamw(model)
+    settings = Settings(vram=tight(model), device="cpu")
+    with (
+        checking(missing) as checker,
+        Session(model, optimizer, settings, trial=Trial(device_share=0.0, ahead=True)) as session,
+    ):
+        for number in range(5):
+            SHORT.loss(model, tokens(number)).backward()
+            if number != 3:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert session._parts.adam is not None
+        assert session._parts.adam.ahead.taken_over
     return checker
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from stormtorch.core.errors import StormError
 from stormtorch.session.api import Session
-from stormtorch.streams.optimizer import adam
+from stormtorch.streams.optimizer.adam import stream as adam
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.weights.stream import ParameterStream
 

@@ -41,6 +41,7 @@ def update_(
     if scale is None:
         scale = read_scale(tensors, scalars)
     for start in range(first, last, CHUNK):
+        tensors.bring(start, min(start + CHUNK, last))
         _update_chunk(tensors, scalars, scale, slice(start, min(start + CHUNK, last)))
 
 

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 10  # STORM_ABI in csrc/storm.h
+ABI = 11  # STORM_ABI in csrc/storm.h
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -32,6 +32,7 @@ class Update(ctypes.Structure):
         ("count", ctypes.c_int64),
         *_all(ctypes.c_uint32, "weight_kind grad_kind"),
         ("scalars", Scalars),
+        *_all(ctypes.c_void_p, "weight_from master_from exp_avg_from exp_avg_sq_from"),
     )
 
 
@@ -71,7 +72,7 @@ _SIGNATURES = {
     "storm_isa_best": (_I32, ()),
     "storm_adamw": (_I32, (ctypes.POINTER(Update), _I32, _I32)),
     "storm_pool_open": (_I32, (ctypes.POINTER(_I32), _I32, _I32, _I32, ctypes.POINTER(_P))),
-    "storm_pool_submit": (_I32, (_P, ctypes.POINTER(Update), _I64, _I32, FlagWord, FlagWord, FlagWord)),
+    "storm_pool_submit": (_I32, (_P, ctypes.POINTER(Update), _I64, _I32, FlagWord, FlagWord, FlagWord, FlagWord)),
     "storm_pool_reap": (_I64, (_P, ctypes.POINTER(_I64), _I64)),
     "storm_pool_read_stats": (None, (_P, ctypes.POINTER(PoolStats))),
     "storm_pool_stop": (_I64, (_P,)),

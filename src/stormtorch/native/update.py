@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -118,6 +118,8 @@ class AdamTensors:
     grad: torch.Tensor
     master: torch.Tensor | None = None
     grad_factor: torch.Tensor | None = None
+    # Where weight, master and moments are read, if not in place: `made_from`.
+    source: AdamTensors | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         present: dict[str, torch.Tensor] = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
@@ -152,6 +154,13 @@ class AdamTensors:
         scaled.__dict__.update(self.__dict__, grad_factor=factor)
         return scaled
 
+    def made_from(self, source: AdamTensors) -> AdamTensors:
+        """The same, but weight, master and moments are only written: they are read from ``source``, on the CPU and of
+        the same form, whose gradient is not used."""
+        made = object.__new__(AdamTensors)
+        made.__dict__.update(self.__dict__, source=source)
+        return made
+
     @property
     def device(self) -> torch.device:
         return self.weight.device
@@ -162,7 +171,7 @@ class AdamTensors:
 
     def bind(self, scalars: Scalars) -> Update:
         """The C form. It holds addresses only: the tensors must outlive its use."""
-        master, factor = self.master, self.grad_factor
+        master, factor, source = self.master, self.grad_factor, self.source
         return Update(
             weight=self.weight.data_ptr(),
             master=None if master is None else master.data_ptr(),
@@ -174,4 +183,34 @@ class AdamTensors:
             weight_kind=_WEIGHT_KINDS[self.weight.dtype, None if master is None else master.dtype],
             grad_kind=_GRAD_KINDS[self.grad.dtype],
             scalars=scalars,
+            weight_from=None if source is None else source.weight.data_ptr(),
+            master_from=None if source is None or source.master is None else source.master.data_ptr(),
+            exp_avg_from=None if source is None else source.exp_avg.data_ptr(),
+            exp_avg_sq_from=None if source is None else source.exp_avg_sq.data_ptr(),
+        )
+
+    def bring(self, first: int, last: int) -> None:
+        """Copy elements ``[first, last)`` of what is updated from where it is read."""
+        if self.source is not None:
+            for name in ("weight", "master", "exp_avg", "exp_avg_sq"):
+                if (tensor := getattr(self, name)) is not None:
+                    tensor.view(-1)[first:last].copy_(getattr(self.source, name).view(-1)[first:last])
+
+
+@dataclass(frozen=True, eq=False)
+class WeightCopy:
+    """A copy of weights, of ``source`` to ``weight``: contiguous tensors on the CPU, of one size and dtype."""
+
+    weight: torch.Tensor
+    source: torch.Tensor
+
+    @property
+    def numel(self) -> int:
+        return self.weight.numel()
+
+    def bind(self) -> Update:
+        """The C form: an update without a gradient, with a kind of weight of the same size."""
+        kind = 0 if self.weight.itemsize == 4 else 1
+        return Update(
+            weight=self.weight.data_ptr(), weight_from=self.source.data_ptr(), count=self.numel, weight_kind=kind
         )

@@ -22,6 +22,7 @@ from ..streams.optimizer.shares import Rates, device_share
 from ..streams.optimizer.updater import NoUpdater, Updater
 from ..streams.units.partition import Partition
 from ..streams.units.placement import growth
+from .ahead import Sparing
 
 _GROW_AT = (2, 4)  # steps after which the peak of activations is known
 _INWARD = ("load", "aside")
@@ -64,6 +65,7 @@ class Tuning:
         self.foreign_bytes = 0  # other memory of the process on the device, not part of the session's budget
         self._is_measured = False  # the pool has been given what activations leave, or refused it
         self._share_choice = Choice(reason="on the CPU", origin=Origin.PLANNED)
+        self._sparing: Sparing | None = None
 
     @property
     def is_settled(self) -> bool:
@@ -94,6 +96,8 @@ class Tuning:
             self._share_choice = replace(self._share_choice, reason="on the CPU until rates have been measured")
         if fixed_share:
             self._share(fixed_share)
+        if self.meter is not None and self._mode == "forward":
+            self._sparing = Sparing(adam, worker, self._ledger, self._recorder)
 
     def before_step(self, gradients: GradientStream) -> None:
         """Divide the coming update by the latest measurements, unless backward has done it. Not after the step: updates
@@ -110,7 +114,8 @@ class Tuning:
             self._travels = self._can_travel()
             self._undecided_steps = max(0, self.steps - _SHARE_AT[0])
         age = self.steps - self._undecided_steps if self._travels is not None else 0
-        self._is_share_due = age in _SHARE_AT
+        # With updates ahead, the CPU's rate is another, and the share that was right without them remains.
+        self._is_share_due = age in _SHARE_AT and not self._updater.ahead_units
         # Not before ``can_travel`` is known: weights would take the room of states, which are copied more often. And
         # before the share is chosen, which needs that room.
         if self.meter is not None and (age in _GROW_AT or self._is_growth_due):
@@ -120,6 +125,8 @@ class Tuning:
             self._is_growth_due = age >= _GROW_AT[-1] and wished > 0
         if age == _GROW_AT[-1]:
             self._grown_at = self.steps
+        if self._sparing is not None:
+            self._sparing.after_step(age)
         if self._mode == "backward":
             self._divide(gradients)
 
@@ -206,10 +213,12 @@ class Tuning:
         if there.gave_way:
             why = "on the CPU: states in flight to the device had no room beside the weights"
             choice = Choice(reason=why, origin=Origin.MEASURED)
-        kept = f"{len(there.kept_units)} of {len(self._partition.units)} units kept on the device; of the rest "
+        count, ahead = len(self._partition.units), self._updater.ahead_units
+        kept = f"{len(there.kept_units)} of {count} units kept on the device; of the rest "
+        early = f"; {ahead} of {count} units updated in backward, into {format_bytes(self._updater.spare_bytes)} of RAM"
         return OptimizerShare(
             device_share=there.share_now,
-            reason=(kept if there.kept_units else "") + choice.reason,
+            reason=(kept if there.kept_units else "") + choice.reason + (early if ahead else ""),
             origin=choice.origin,
         )
 

@@ -6,6 +6,7 @@ ordinary again.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ..checkpoint.state.snapshot import Still
 from ..core.endings import Endings
 from ..core.errors import SettingError
 from ..core.tags import Tag
-from ..memory.host.arena import HostArena
+from ..memory.host.arena import PAGE, HostArena
 from ..memory.lanes.flags import Flag
 from ..memory.pools.device import bytes_for_graph
 from ..native.worker.jobs import UpdateMeter
@@ -35,6 +36,7 @@ from ..streams.home.meta import Exchange, give_substance
 from ..streams.model.access import UserAccess
 from ..streams.model.attach import Attachment
 from ..streams.model.schedule import Schedule
+from ..streams.optimizer.adam.ahead import spare_bytes
 from ..streams.optimizer.adam.device_states import kept_bytes
 from ..streams.optimizer.adam.home import AdamHome
 from ..streams.optimizer.adam.state_home import RamHome, StateHome
@@ -297,6 +299,12 @@ def _open_adam(
             state_home.written(item)
     worker = open_worker()
     endings.before_others(worker.close)
+
+    def take(sizes: list[int]) -> HostArena:
+        arena = HostArena(sizes, ledger=ground.ledger, tag=Tag.OPTIMIZER, page_lock=lock, lock_behind=True)
+        endings.after_others(arena.close)  # states may be there until all are shown
+        return arena
+
     adam = AdamStream(
         homes,
         state_home,
@@ -308,6 +316,7 @@ def _open_adam(
         schedule=schedule,
         waits=ground.waits,
         factors=factors.tensor((64, 16), torch.float32)[:, :1],
+        take=take,
         in_backward_mode=mode == "backward",
         poison=ground.poison,
     )
@@ -317,6 +326,9 @@ def _open_adam(
     if trial.kept:
         ground.pool.grow(sum(kept_bytes(unit, wide=True) for unit in units[: trial.kept]))
         adam.there.keep([unit.index for unit in units[: trial.kept]], wide=True)
+
+    if trial.ahead:
+        adam.spare(math.inf, sum(PAGE * 4 + sum(spare_bytes(unit)) for unit in units))
 
     def can_travel() -> bool | None:
         if not states.settled:

@@ -57,6 +57,7 @@ class Trial:
     delay: Delay | None = None
     poison: bool = False
     device_share: float | None = None  # of the optimizer's work, instead of the automatic choice
+    ahead: bool = False  # all units have memory for updates ahead from the beginning
     kept: int = 0  # units whose optimizer states are kept on the device from the beginning
     activation_room: int | None = None  # device bytes that activations seem to find; None: the real ones
     meter: DeviceMeter | None = None  # for a device that does not count itself

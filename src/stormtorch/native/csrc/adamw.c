@@ -89,6 +89,21 @@ storm_kernel *storm_find_kernel(const storm_update *update, int32_t isa) {
     return isas[isa].kernels[update->weight_kind][update->grad_kind];
 }
 
+static void bring(void *to, const void *from, int64_t first, int64_t last, int64_t size) {
+    if (from && size)
+        memcpy((char *)to + first * size, (const char *)from + first * size, (size_t)((last - first) * size));
+}
+
+void storm_run(const storm_update *update, storm_kernel *kernel, int64_t first, int64_t last) {
+    static const int64_t weight_bytes[] = {4, 2, 2}, master_bytes[] = {0, 2, 4}; /* by kind */
+    bring(update->weight, update->weight_from, first, last, weight_bytes[update->weight_kind]);
+    bring(update->master, update->master_from, first, last, master_bytes[update->weight_kind]);
+    bring(update->exp_avg, update->exp_avg_from, first, last, 4);
+    bring(update->exp_avg_sq, update->exp_avg_sq_from, first, last, 4);
+    if (update->grad)
+        kernel(update, first, last);
+}
+
 uint32_t storm_abi(void) { return STORM_ABI; }
 
 size_t storm_update_size(void) { return sizeof(storm_update); }
@@ -110,7 +125,7 @@ static void *run_chunks(void *argument) {
         if (first >= r->update->count)
             break;
         int64_t last = first + STORM_CHUNK;
-        r->kernel(r->update, first, last < r->update->count ? last : r->update->count);
+        storm_run(r->update, r->kernel, first, last < r->update->count ? last : r->update->count);
     }
     return NULL;
 }

@@ -78,7 +78,8 @@ typedef struct {
     uint32_t flags;
 } storm_scalars;
 
-/* `count` elements from each address on. The ranges must not overlap. */
+/* `count` elements from each address on. The ranges must not overlap. `from`: where weight, master and both moments are
+ * read, if not NULL; then nothing is changed in place. Without a gradient, they are only copied. */
 typedef struct {
     void *weight;
     void *master;
@@ -90,6 +91,7 @@ typedef struct {
     uint32_t weight_kind;
     uint32_t grad_kind;
     storm_scalars scalars;
+    const void *weight_from, *master_from, *exp_avg_from, *exp_avg_sq_from;
 } storm_update;
 
 /* Multiplies the factor into grad_scale and forgets its address: every element then sees the same one. The code that
@@ -102,6 +104,10 @@ static inline void storm_read_factor(storm_update *update) {
 
 /* Updates elements [first, last) on the calling thread, under its present floating-point environment. */
 typedef void storm_kernel(const storm_update *update, int64_t first, int64_t last);
+
+/* Runs elements [first, last) of an update with its kernel; first brings them from where they are read. In runs of
+ * STORM_CHUNK elements they are still in the core's cache then. */
+void storm_run(const storm_update *update, storm_kernel *kernel, int64_t first, int64_t last);
 
 /* The kernel for a checked update; NULL where this CPU lacks the instruction set or a kind is unknown. */
 storm_kernel *storm_find_kernel(const storm_update *update, int32_t isa);

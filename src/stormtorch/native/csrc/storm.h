@@ -12,7 +12,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 10u
+#define STORM_ABI 11u
 
 typedef struct storm_pool storm_pool;
 
@@ -49,9 +49,10 @@ STORM_API int32_t storm_pool_open(const int32_t *cores, int32_t core_count, int3
 /* Queues one update. `ticket` is the caller's name for it: above 0, and larger than those before. A caller that may be
  * interrupted can thus note what the job needs before this call, rather than after. The memory of the update and of its
  * flags must live until the ticket is reaped. The update's grad_factor is read when the job begins, and so after its
- * ready flag was reached. `abort`: once reached, the job is abandoned instead of begun. */
+ * ready flag was reached. `also`: a second flag to wait for. `abort`: once reached, the job is abandoned instead of
+ * begun. */
 STORM_API int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t ticket, int32_t priority,
-                                    storm_flag ready, storm_flag done, storm_flag abort);
+                                    storm_flag ready, storm_flag also, storm_flag done, storm_flag abort);
 /* Moves up to `capacity` tickets of jobs that are over into `tickets`; returns how many. */
 STORM_API int64_t storm_pool_reap(storm_pool *pool, int64_t *tickets, int64_t capacity);
 STORM_API void storm_pool_read_stats(storm_pool *pool, storm_pool_stats *stats);

@@ -42,7 +42,7 @@
 typedef struct {
     storm_update update;
     storm_kernel *kernel;
-    storm_flag ready, done, abort;
+    storm_flag ready, also, done, abort;
     int64_t ticket;
     int32_t priority;
     int64_t next;      /* elements handed out */
@@ -72,7 +72,10 @@ struct storm_pool {
     storm_pool_stats stats;
 };
 
-static int is_ready(const job *candidate) { return !candidate->ready.address || storm_reached(candidate->ready); }
+static int is_ready(const job *candidate) {
+    return (!candidate->ready.address || storm_reached(candidate->ready)) &&
+           (!candidate->also.address || storm_reached(candidate->also));
+}
 
 static int is_aborted(const job *candidate) { return candidate->abort.address && storm_reached(candidate->abort); }
 
@@ -165,12 +168,13 @@ static void run_chunk(storm_pool *pool) {
     pthread_mutex_unlock(&pool->lock);
 
     int64_t start = storm_now_ns();
-    current->kernel(&current->update, first, last);
+    storm_run(&current->update, current->kernel, first, last);
     int64_t spent = storm_now_ns() - start;
 
     pthread_mutex_lock(&pool->lock);
     pool->stats.busy_s += (double)spent * 1e-9;
-    pool->stats.elements += last - first;
+    if (current->update.grad)
+        pool->stats.elements += last - first;
     if (--current->in_flight == 0 && current->next == current->update.count) {
         pool->stats.finished++;
         end_job(pool, current);
@@ -290,7 +294,7 @@ static int grow(storm_pool *pool) {
 }
 
 int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t ticket, int32_t priority,
-                          storm_flag ready, storm_flag done, storm_flag abort) {
+                          storm_flag ready, storm_flag also, storm_flag done, storm_flag abort) {
     storm_kernel *kernel = storm_find_kernel(update, pool->isa);
     if (!kernel)
         return -EINVAL;
@@ -307,6 +311,7 @@ int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t 
     added->update = *update;
     added->kernel = kernel;
     added->ready = ready;
+    added->also = also;
     added->done = done;
     added->abort = abort;
     added->ticket = ticket;

@@ -8,6 +8,7 @@ import threading
 
 from ...core.errors import LaneError, SettingError
 from ..library import FlagWord, Library, PoolStats
+from ..update import WeightCopy
 from .jobs import Engine, FlagValue, Job, WorkerStats, closed
 
 _REAP = 16  # tickets fetched at once
@@ -46,7 +47,8 @@ class CPool(Engine):
             )
 
     def add(self, job: Job) -> int:
-        update, words = job.tensors.bind(job.scalars), [_word(flag) for flag in (job.ready, job.done, job.abort)]
+        update = job.tensors.bind() if isinstance(job.tensors, WeightCopy) else job.tensors.bind(job.scalars)
+        words = [_word(flag) for flag in (job.ready, job.also, job.done, job.abort)]
         with self.lock:
             if self.stopped:
                 raise closed()

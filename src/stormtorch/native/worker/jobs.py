@@ -15,7 +15,7 @@ from ...core.errors import LaneError, SettingError
 from ...core.events import Sink, Span, What
 from .. import flag_words
 from ..library import Scalars
-from ..update import AdamStep, AdamTensors
+from ..update import AdamStep, AdamTensors, WeightCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,19 @@ class WorkerStats:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One update, with what it waits for and what it signals. It keeps all memory that it needs."""
+    """One update or copy, with what it waits for and what it signals. It keeps all memory that it needs."""
 
-    tensors: AdamTensors
+    tensors: AdamTensors | WeightCopy
     scalars: Scalars
     priority: int
     ready: FlagValue | None
+    also: FlagValue | None  # a second one to wait for
     done: FlagValue | None
     abort: FlagValue | None
+
+    @property
+    def is_ready(self) -> bool:
+        return all(flag is None or flag.reached() for flag in (self.ready, self.also))
 
 
 class Engine(abc.ABC):
@@ -147,7 +152,20 @@ class Worker(Closing):
             )
         if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
             raise SettingError(f"priority={priority!r} is not valid. Accepted: a whole number of 32 bits.")
-        return self._own().add(Job(tensors, step.scalars, priority, ready, done, abort))
+        return self._own().add(Job(tensors, step.scalars, priority, ready, None, done, abort))
+
+    def copy(
+        self,
+        copy: WeightCopy,
+        *,
+        priority: int,
+        ready: FlagValue | None,
+        also: FlagValue | None,
+        done: FlagValue | None,
+        abort: FlagValue | None = None,
+    ) -> int:
+        """As `submit`, for a copy, which waits for two flags."""
+        return self._own().add(Job(copy, Scalars(), priority, ready, also, done, abort))
 
     def stats(self) -> WorkerStats:
         """Statistics so far. Readable after ``close`` too."""

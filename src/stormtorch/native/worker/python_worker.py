@@ -17,8 +17,11 @@ import queue
 import threading
 import time
 
+import torch
+
 from ...core.errors import LaneError
 from .. import fallback
+from ..update import WeightCopy
 from .jobs import Engine, Job, WorkerStats, closed
 
 _POLL_S = 0.0002  # a Python thread that wakes more often takes the GIL from the thread that launches
@@ -57,7 +60,7 @@ class PythonThread(Engine):
     def _run_one(self) -> bool:
         """Run the most urgent ready job; False if no job is ready."""
         for ticket, job in sorted(self.jobs.copy().items(), key=lambda item: (item[1].priority, item[0])):
-            is_ready = job.ready is None or job.ready.reached()  # before the abort flag: see csrc/worker.c
+            is_ready = job.is_ready  # before the abort flag: see csrc/worker.c
             if self.stopping or (job.abort is not None and job.abort.reached()):
                 self._end(ticket, finished=False)
             elif is_ready:
@@ -67,6 +70,10 @@ class PythonThread(Engine):
         return False
 
     def _run(self, job: Job) -> None:
+        if isinstance(job.tensors, WeightCopy):
+            with torch.inference_mode():
+                job.tensors.weight.copy_(job.tensors.source)
+            return
         scale = fallback.read_scale(job.tensors, job.scalars)  # not earlier: it is written before the ready flag
         for first in range(0, job.tensors.numel, fallback.CHUNK):
             last, start_s = min(first + fallback.CHUNK, job.tensors.numel), time.perf_counter()

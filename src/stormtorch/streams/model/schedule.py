@@ -273,7 +273,8 @@ class Schedule:
             if set(partial.grads) & (home.consumed_places | (home.present if optimizer is not None else set())):
                 raise used_up(home.unit.name)
             self.updater.finish(home.unit)  # the last update reads the gradients that lie there
-            if home.awaits_outer_pass(partial):
+            is_part, added = home.awaits_outer_pass(partial), bool(home.present)
+            if is_part:
                 # The outer pass updates the unit when it brings the rest, or step() does if there is none.
                 optimizer = None
             try:
@@ -283,6 +284,8 @@ class Schedule:
                     optimizer.update_home(home)
                 elif not used:
                     self._residences[home.unit.index].outdated = True
+                    if self.optimizer is not None and not is_part:
+                        self.optimizer.update_ahead(home, added=added)
             except BaseException:
                 home.leave_ring()  # whose bytes other units need
                 raise

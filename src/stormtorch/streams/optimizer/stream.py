@@ -205,6 +205,13 @@ class OptimizerStream:
                 self._consumed(home)
         return True
 
+    def update_ahead(self, home: GradHome, *, added: bool) -> None:
+        """For step="forward": perhaps begin the unit's update, for the step to take over. ``added``: its gradients were
+        added to earlier ones."""
+        if self._updater.ahead_units and not self.in_backward:
+            with torch.no_grad():
+                self._updater.begin_ahead(home, self._groups.of(home.unit), added=added)
+
     def takes_at_once(self, home: GradHome, indices: Iterable[int], *, by_cpu: bool) -> bool:
         """Whether `update_home` will take the unit's gradients, those of ``indices``, at home: it leaves those of
         parameters that it lacks, and those that the device is to update with later, unless the CPU must do that."""

@@ -196,6 +196,31 @@ class Updater:
         """Update the unit on the device from the gradients in ``bucket``; False if there is no room for that."""
         return False
 
+    # --- updates ahead of the step
+
+    @property
+    def ahead_units(self) -> int:
+        """How many units have memory for updates ahead."""
+        return 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """How much RAM that is."""
+        return 0
+
+    def spare(self, elements: float, most_bytes: int) -> None:
+        """Take RAM for updates ahead, of units with so many parameters in all."""
+
+    def pause_ahead(self, steps: int) -> None:
+        """Begin no updates ahead in the next backward passes."""
+
+    def stop_ahead(self) -> None:
+        """Begin none any more, and give the RAM back."""
+
+    def begin_ahead(self, grads: GradHome, hyper: dict[int, dict[str, Any]], *, added: bool) -> None:
+        """Backward has brought the unit's gradients: perhaps begin its update, where nobody sees it until the step asks
+        for it. ``added``: to those of an earlier backward."""
+
     # --- clipping
 
     def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from ...units.chunks import Chunk, whole_of
 from ...units.unit import Place, Unit
 from ...weights.residency import HomeGate
 from .state_home import SPLIT_DTYPE, States
+
+if TYPE_CHECKING:
+    from .ahead import Begun
 
 _MOST_BOUND = 64  # updates of a unit whose tensors are kept
 
@@ -43,6 +47,7 @@ class AdamHome:
     waiting: Waiting | None = None  # a device update that was requested and has not begun
     staged: deque[Staged] = field(default_factory=deque)  # its first chunks on the device, or on their way there
     kept: Staged | None = None  # permanent device memory for its states
+    ahead: Begun | None = None  # an update that backward has begun, into spare memory
     loads_seen: int = 0
 
     def __post_init__(self) -> None:
@@ -127,7 +132,8 @@ class Buffers:
 def bound(run: Run, buffers: Buffers, *, wide: bool, factor: torch.Tensor | None) -> AdamTensors | None:
     """As `bind`. Where the buffers are those of an earlier step, so is the result, but for the factor: to make it and
     to check it takes longer than all else that the host does for an update."""
-    known, key = buffers.states.bound, (run.first.index, run.last.index, wide, buffers.grads.data_ptr())
+    addresses = buffers.image.data_ptr(), buffers.grads.data_ptr()
+    known, key = buffers.states.bound, (run.first.index, run.last.index, wide, addresses)
     tensors = known.get(key)
     if tensors is None:
         tensors = bind(run, buffers, wide=wide, factor=None)

@@ -115,6 +115,7 @@ class AdamStates(ShownStates):
         """Replace the views by ordinary tensors of the parameters' dtypes, converted within their own memory: a second
         copy may not fit."""
         for home in self._homes:
+            self._state_home.refresh(home.unit)
             for place in home.unit.trained:
                 state = self._optimizer.state.get(place.parameter)
                 if state and "exp_avg" in state:

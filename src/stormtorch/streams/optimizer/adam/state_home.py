@@ -76,6 +76,18 @@ class StateHome(Protocol):
     def written(self, place: Place) -> None:
         """Store what the caller has written to the tensors that `shown` gave. May wait."""
 
+    def give_spare(self, unit: Unit, parts: Sequence[torch.Tensor]) -> None:
+        """Take a second set of buffers for the unit's states, for updates ahead (ahead.py)."""
+
+    def take_spare(self, unit: Unit) -> None:
+        """Give the second set up, after a `refresh`."""
+
+    def spare(self, unit: Unit) -> States:
+        """Those of the unit's two sets that do not have its states now."""
+
+    def exchange(self, unit: Unit) -> None:
+        """Take the spare set as the unit's states, when all work that was requested for it is done."""
+
     def forget(self) -> None:
         """Release all memory but the tensors that `shown` gave."""
 
@@ -84,21 +96,29 @@ class RamHome:
     """States in RAM: lends and shows views of one arena, so that nothing moves."""
 
     def __init__(self, units: list[Unit], arena: HostArena) -> None:
-        self._whole: list[States] = []
+        self._whole: list[States] = []  # those that are shown
         for unit in units:
             parts = [arena.tensor((unit.state_count,), torch.float32).view(torch.uint8) for _ in range(2)]
             parts.append(arena.tensor((unit.master_bytes,), torch.uint8))
             self._whole.append(States(unit, whole_of(unit), parts))
-        self._cached = {(states.unit.index, states.chunk): states for states in self._whole}
+        self._second: dict[int, States] = {}  # of units that have a spare
+        self._exchanged: set[int] = set()  # units whose states are in the second set
+        self._cached: dict[tuple[int, bool, Chunk], States] = {}
 
     def acquire(self, unit: Unit, chunk: Chunk, *, read: bool = True) -> States:  # noqa: ARG002
-        states = self._cached.get((unit.index, chunk))
+        whole, is_second = self._now(unit), unit.index in self._exchanged
+        if chunk == whole.chunk:
+            return whole
+        states = self._cached.get((unit.index, is_second, chunk))
         if states is None:
             moments = slice(4 * chunk.states.start, 4 * chunk.states.stop)
             which = (moments, moments, slice(chunk.masters.start, chunk.masters.stop))
-            parts = [part[mine] for part, mine in zip(self._whole[unit.index].parts, which, strict=True)]
-            states = self._cached[unit.index, chunk] = States(unit, chunk, parts)
+            parts = [part[mine] for part, mine in zip(whole.parts, which, strict=True)]
+            states = self._cached[unit.index, is_second, chunk] = States(unit, chunk, parts)
         return states
+
+    def _now(self, unit: Unit) -> States:
+        return self._second[unit.index] if unit.index in self._exchanged else self._whole[unit.index]
 
     def release(self, states: States, *, dirty: bool, after: Event | HomeGate | None = None) -> None:
         """The buffers are home memory itself."""
@@ -107,11 +127,32 @@ class RamHome:
         return self._whole[place.unit.index].of(place)
 
     def refresh(self, unit: Unit) -> None:
-        """Nothing to do: views are up to date."""
+        """Views are up to date, unless the states are in the second set."""
+        if unit.index in self._exchanged:
+            for part, mine in zip(self._whole[unit.index].parts, self._second[unit.index].parts, strict=True):
+                part.copy_(mine)
+            self._exchanged.discard(unit.index)
 
     def written(self, place: Place) -> None:
         """Nothing to do: it was written to home memory."""
+        assert place.unit.index not in self._exchanged, "written before a refresh"
+
+    def give_spare(self, unit: Unit, parts: Sequence[torch.Tensor]) -> None:
+        self._second[unit.index] = States(unit, whole_of(unit), parts)
+
+    def take_spare(self, unit: Unit) -> None:
+        assert unit.index not in self._exchanged, "taken before a refresh"
+        del self._second[unit.index]
+        for key in [key for key in self._cached if key[0] == unit.index and key[1]]:
+            del self._cached[key]
+
+    def spare(self, unit: Unit) -> States:
+        return self._whole[unit.index] if unit.index in self._exchanged else self._second[unit.index]
+
+    def exchange(self, unit: Unit) -> None:
+        self._exchanged ^= {unit.index}
 
     def forget(self) -> None:
         self._whole.clear()
+        self._second.clear()
         self._cached.clear()

@@ -15,27 +15,30 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 
 from ....core.errors import OutOfBudget
 from ....core.tags import Tag
+from ....memory.host.arena import HostArena, regions_for
 from ....memory.lanes.build import Lanes
-from ....memory.lanes.flags import Flags
-from ....memory.lanes.lane import Lane
+from ....memory.lanes.flags import Flag, Flags
+from ....memory.lanes.lane import Event, Lane
 from ....memory.lanes.waits import WaitMeter
 from ....native.adamw import adamw_
+from ....native.update import WeightCopy
 from ....native.worker.jobs import UpdateMeter, Worker
 from ...bridge.lock import locked
 from ...bridge.torch_private import in_backward
 from ...gradients.home import GradHome, GradState
 from ...home.parameter import Access
 from ...units.unit import Place, Unit
-from ...weights.residency import Stay
+from ...weights.residency import Residence, Stay
 from ..param_groups import ParamGroups
 from ..updater import MASTER, Conductor, Snapshot, Updater
+from .ahead import Ahead, Begun, spare_bytes
 from .clipping import Scaling
 from .device_states import DeviceStates
 from .home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind, bound
@@ -66,10 +69,11 @@ class AdamStream(Updater):
         schedule: Conductor,
         waits: WaitMeter,
         factors: torch.Tensor,
+        take: Callable[[list[int]], HostArena],
         in_backward_mode: bool,
         poison: Lane | None,
     ) -> None:
-        """``factors``: fp32 words in home memory for clip factors, used in turns."""
+        """``factors``: fp32 words in home memory for clip factors, used in turns. ``take``: RAM for updates ahead."""
         self.homes, self.state_home, self._images = homes, state_home, images
         self._worker, self._meter, self._board, self._lanes = worker, meter, board, lanes
         self._schedule, self._parameters, self._gradients = schedule, schedule.weights, schedule.gradients
@@ -77,11 +81,12 @@ class AdamStream(Updater):
         residency = schedule.weights.residency
         self.there = DeviceStates(homes, state_home, lanes=lanes, residency=residency, waits=waits, poison=poison)
         self._masters, self.lock = Masters(homes, state_home, self), schedule.weights.lock
-        self._in_backward_mode = in_backward_mode
+        self._take, self._in_backward_mode = take, in_backward_mode
         self._kept = deque[torch.Tensor](maxlen=len(factors))  # on the device; the store lane reads them later
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
         self._scaling: Scaling | None = None  # by user code, gradient by gradient; there is no factor then
+        self.ahead, self._spares = Ahead(state_home), list[HostArena]()
 
     def states(self, groups: ParamGroups, access: Access, snapshot: Snapshot) -> AdamStates:
         return AdamStates(self.homes, self.state_home, self, self._masters, self._gradients, groups, access, snapshot)
@@ -125,18 +130,31 @@ class AdamStream(Updater):
 
     @locked
     def settle_factor(self) -> None:
+        self.ahead.step_begins()
+        is_clipped = self._settle_scaling()
+        if self._factor is not None and any(home.ahead is not None for home in self.homes):
+            self._lanes.store.synchronize()
+            is_clipped = float(self._factor) != 1.0
+            if not is_clipped:
+                self.forget_factor()  # updates ahead are right without it
+        if is_clipped:
+            self.ahead.give_up(self.homes)
+
+    def _settle_scaling(self) -> bool:
+        """Make one factor of what user code has multiplied gradients by; whether that is known to change them."""
         scaling = self._scaling
         if scaling is None:
-            return
+            return False
         homes = self._gradients.homes
         if not all((home.unit.index, index) in scaling.places for home in homes for index in home.present):
             self.apply_factor()
-            return
+            return False
         self._scaling = None
         if scaling.is_one:
-            return
+            return False
         self._factor, self._device_factor = next(self._factor_words), scaling.factor.to(self._lanes.device)
         self._factor.copy_(scaling.factor)
+        return True
 
     @locked
     def apply_factor(self) -> None:
@@ -172,6 +190,8 @@ class AdamStream(Updater):
         if home.waiting is not None:
             self.finish(home.unit)  # the previous update, which no use of the unit has triggered yet
         runs = list(self._runs(home, grads, hyper))
+        self.ahead.step_asks(home)
+        begun, home.ahead = home.ahead, None
         if not runs:
             return
         source = grads.flat()
@@ -181,32 +201,139 @@ class AdamStream(Updater):
             residence.outdated = False
             residence.updates += 1
             return
+        if begun is not None and self._factor is None and begun.is_of(runs, grads, residence.version):
+            self._take_over(home, begun, grads, residence)
+            self._parameters.changed(home.unit, by_step=True)
+            return
         if home.kept is not None:
             self.there.let_go(home)
+        if home.unit.index in self.ahead.images:
+            home.gate.join()  # an update ahead that was dropped may still read what this one writes
         states = self.state_home.acquire(home.unit, home.whole)
         try:
-            if self._factor is not None or states.ready or residence.loads != home.loads_seen or grads.arrivals == 0:
-                # The worker must not write weights that a load still reads, nor begin before factor and states exist.
-                for event in (residence.last_load, states.ready):
-                    if event is not None:
-                        self._lanes.store.wait(event)
-                grads.arrivals += 1
-                self._lanes.store.write_flag(grads.arrived, grads.arrivals)
-                home.loads_seen = residence.loads
+            if self._factor is not None or states.ready:
+                self._announce(home, grads, residence, states.ready)
+            else:
+                self._after_loads(home, grads, residence)
             self.there.unstage(home)  # prefetched for an update on the device
             self._submit(home, runs, grads, Buffers(self._images[home.unit.index], states, source))
         finally:
             self.state_home.release(states, dirty=True, after=home.gate)
         self._parameters.changed(home.unit, by_step=True)
 
+    def _after_loads(self, home: AdamHome, grads: GradHome, residence: Residence) -> None:
+        """See to it that ``grads.arrived`` tells that the worker may write weights: no load reads them any more."""
+        if residence.loads != home.loads_seen or grads.arrivals == 0:
+            self._announce(home, grads, residence, None)
+
+    def _announce(self, home: AdamHome, grads: GradHome, residence: Residence, ready: Event | None) -> None:
+        """Raise ``grads.arrived`` behind the loads of the weights, the clip factor, and ``ready``."""
+        for event in (residence.last_load, ready):
+            if event is not None:
+                self._lanes.store.wait(event)
+        grads.arrivals += 1
+        self._lanes.store.write_flag(grads.arrived, grads.arrivals)
+        home.loads_seen = residence.loads
+
+    # --- ahead of the step
+
+    @property
+    def ahead_units(self) -> int:
+        return len(self.ahead.images)
+
+    @property
+    def spare_bytes(self) -> int:
+        return sum(arena.capacity_bytes for arena in self._spares)
+
+    def spare(self, elements: float, most_bytes: int) -> None:
+        """Backward brings the last units' gradients first: those get the memory."""
+        units, taken = list[Unit](), 0
+        for home in reversed(self.homes):
+            unit, size = home.unit, sum(regions_for(spare_bytes(home.unit)))
+            if unit.trained and not home.on_device and unit.index not in self.ahead.images:
+                elements, taken = elements - unit.state_count, taken + size
+                if elements < 0 or taken > most_bytes:
+                    break
+                units.append(unit)
+        if units:
+            arena = self._take(regions_for(size for unit in units for size in spare_bytes(unit)))
+            self._spares.append(arena)
+            self.ahead.add(units, arena)
+
+    def pause_ahead(self, steps: int) -> None:
+        self.ahead.rest = steps
+
+    def stop_ahead(self) -> None:
+        for index in self.ahead.images:
+            self.join_states(self.homes[index].unit)
+            self.state_home.take_spare(self.homes[index].unit)
+        self.ahead.forget()
+        while self._spares:
+            self._spares.pop().close()
+
+    def begin_ahead(self, grads: GradHome, hyper: dict[int, dict[str, Any]], *, added: bool) -> None:
+        home = self.homes[grads.unit.index]
+        home.ahead = None  # of other gradients
+        if self.is_scaled() or not self.ahead.wants(home, grads, added=added):
+            return
+        steps = list(home.steps)
+        runs = list(self._runs(home, grads, hyper))
+        home.steps = steps  # the step counts
+        if not runs or grads.present - hyper.keys():
+            return
+        unit, image = home.unit, self.ahead.images[home.unit.index]
+        states, spare = self.state_home.acquire(unit, home.whole), self.state_home.spare(unit)
+        old, new = (Buffers(i, s, grads.flat()) for i, s in ((self._images[unit.index], states), (image, spare)))
+        flags = []
+        for run in runs:
+            source, target = (bound(run, buffers, wide=grads.is_wide, factor=None) for buffers in (old, new))
+            if source is not None and target is not None:
+                flag, value = self._next_flag(home, run)
+                self._worker.submit(
+                    target.made_from(source),
+                    run.step,
+                    priority=2 * len(self.homes) - unit.index,  # after what the step has asked for
+                    ready=grads.arrived.at(grads.arrivals),
+                    done=flag.at(value),
+                    abort=self.ahead.abort,
+                )
+                home.gate.runs.append((flag, value))  # it reads weights, states and gradients
+                flags.append((flag, value))
+        self.state_home.release(states, dirty=False, after=home.gate)
+        version = self._parameters.residences[unit.index].version
+        present, wide = frozenset(grads.present), grads.is_wide
+        self.ahead.begins(home, Begun(runs, flags, spare, image, present, wide, grads.arrivals, version))
+
+    def _take_over(self, home: AdamHome, begun: Begun, grads: GradHome, residence: Residence) -> None:
+        """Take what an update ahead has made, or will have made: its states at once, its weights by a copy."""
+        self.ahead.taken_over += 1
+        self.there.unstage(home)
+        self._after_loads(home, grads, residence)
+        unit, old = home.unit, Buffers(self._images[home.unit.index], begun.states, grads.flat())
+        new = Buffers(begun.image, begun.states, grads.flat())
+        self.state_home.exchange(unit)
+        made = iter(begun.flags)
+        for run in begun.runs:
+            source, target = (bound(run, buffers, wide=grads.is_wide, factor=None) for buffers in (new, old))
+            if source is None or target is None:
+                continue
+            ready, done = next(made), self._next_flag(home, run)
+            self._worker.copy(
+                WeightCopy(target.weight, source.weight),
+                priority=unit.index,
+                ready=ready[0].at(ready[1]),
+                also=grads.arrived.at(grads.arrivals),
+                done=done[0].at(done[1]),
+                abort=self._board.aborted.at(1),
+            )
+            home.gate.runs.append(done)
+
     def _submit(self, home: AdamHome, runs: list[Run], grads: GradHome, buffers: Buffers) -> None:
         for run in runs:
             tensors = bound(run, buffers, wide=grads.is_wide, factor=self._factor)
             if tensors is None:
                 continue  # the run has no elements
-            number = home.unit.trained.index(run.first)
-            home.values[number] += 1
-            flag, value = home.flags[number], home.values[number]
+            flag, value = self._next_flag(home, run)
             self._worker.submit(
                 tensors,
                 run.step,
@@ -216,6 +343,12 @@ class AdamStream(Updater):
                 abort=self._board.aborted.at(1),
             )
             home.gate.runs.append((flag, value))
+
+    def _next_flag(self, home: AdamHome, run: Run) -> tuple[Flag, int]:
+        """The flag for a job of ``run``, with its next value."""
+        number = home.unit.trained.index(run.first)
+        home.values[number] += 1
+        return home.flags[number], home.values[number]
 
     def _runs(self, home: AdamHome, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> Iterator[Run]:
         run: Run | None = None
@@ -245,6 +378,7 @@ class AdamStream(Updater):
     def join(self, unit: Unit) -> None:
         self.finish(unit)
         home = self.homes[unit.index]
+        home.ahead = None  # user code may change what it was made from
         self.there.unstage(home)  # user code may change the states that were prefetched
         home.gate.join()
 
@@ -406,6 +540,7 @@ class AdamStream(Updater):
         self._images = []
         self._kept.clear()
         self.there.forget()
+        self.ahead.forget()
 
     def finish(self, unit: Unit) -> None:
         """Do a deferred update now: on the device, or at home if the device has no room for the weights, e.g. because a

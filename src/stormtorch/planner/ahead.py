@@ -1,0 +1,66 @@
+"""Decides whether units are updated ahead of the step, in RAM of their own (streams/optimizer/adam/ahead.py), from
+measurements: it pays where compute waits for updates, and the CPU has time in backward."""
+
+from __future__ import annotations
+
+import contextlib
+
+from ..core.errors import OutOfBudget
+from ..core.tags import Tier
+from ..memory.books.ledger import Ledger
+from ..native.worker.jobs import Worker
+from ..observe.recorder import Recorder
+from ..streams.optimizer.updater import Updater
+
+_AT = 6  # steps after which it is decided: rates are known
+_LEAST_WAIT = 0.02  # of a step's time that compute waits for updates
+_CAUSES = ("updates", "states")
+# What the CPU can do in backward: that is half of a step which waits for updates, and an update into other memory takes
+# one and a half times as long, since what is written must be read first.
+_TIME, _SPEED = 0.5, 2 / 3
+_RAM = 0.5  # at most, of what is free
+_WITH, _WITHOUT = range(40, 45), range(46, 51)  # steps that are compared then; 45 to 50 begin no updates
+_GAIN = 0.99  # of the time without, that a step must take to go on
+
+
+class Sparing:
+    """Gives units spare memory once, and takes it back if steps do not become faster."""
+
+    def __init__(self, updater: Updater, worker: Worker, ledger: Ledger, recorder: Recorder) -> None:
+        self._updater, self._worker, self._ledger, self._recorder = updater, worker, ledger, recorder
+
+    def after_step(self, steps: int) -> None:
+        """``steps`` have ended since the optimizer's states could be copied by lanes."""
+        if steps == _AT:
+            self._begin()
+        elif not self._updater.ahead_units:
+            return
+        elif steps == _WITHOUT.start - 2:
+            self._updater.pause_ahead(len(_WITHOUT) + 1)
+        elif steps == _WITHOUT.stop:
+            self._judge()
+
+    def _begin(self) -> None:
+        totals, worker = self._recorder.snapshot(), self._worker.stats()
+        ends = totals.step_ends_s[-_AT:]
+        if len(ends) < _AT or worker.busy_s <= 0:
+            return
+        step_s = (ends[-1] - ends[0]) / (len(ends) - 1)
+        waits_s = sum(totals.waits_s.get(cause, 0.0) for cause in _CAUSES) / len(totals.step_ends_s)
+        if waits_s < _LEAST_WAIT * step_s:
+            return
+        elements = worker.elements / (worker.busy_s / self._worker.threads) * _SPEED * _TIME * step_s
+        with contextlib.suppress(OutOfBudget):  # other programs have taken the RAM
+            self._updater.spare(elements, int(self._ledger.free_bytes(Tier.HOST) * _RAM))
+
+    def _judge(self) -> None:
+        ends = self._recorder.snapshot().step_ends_s
+        with_s, without_s = (_mean_s(ends, _WITHOUT.stop - steps.stop, len(steps)) for steps in (_WITH, _WITHOUT))
+        if with_s > _GAIN * without_s:
+            self._updater.stop_ahead()
+
+
+def _mean_s(ends: list[float], since: int, count: int) -> float:
+    """The mean time of ``count`` steps, the last of which was ``since`` steps ago."""
+    last = len(ends) - 1 - since
+    return (ends[last] - ends[last - count]) / count
