@@ -35,9 +35,9 @@ class Sparing:
             self._begin()
         elif not self._updater.ahead_units:
             return
-        elif steps == _WITHOUT.start - 2:
-            self._updater.pause_ahead(len(_WITHOUT) + 1)
-        elif steps == _WITHOUT.stop:
+        elif steps == _WITH[-1]:
+            self._updater.pause_ahead(_WITHOUT[-1] - steps)
+        elif steps == _WITHOUT[-1]:
             self._judge()
 
     def _begin(self) -> None:

@@ -1,0 +1,86 @@
+"""When units get memory for updates ahead of the step, how much, and when they lose it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stormtorch.core.errors import OutOfBudget
+from stormtorch.core.events import Span, What
+from stormtorch.observe.recorder import Recorder
+from stormtorch.planner.ahead import Sparing
+
+GIB = 1 << 30
+
+
+class Told:
+    """An updater that notes what it is told."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ahead_units, self.calls, self.error = 0, list[tuple[Any, ...]](), error
+
+    def spare(self, elements: float, most_bytes: int) -> None:
+        if self.error is not None:
+            raise self.error
+        self.calls.append(("spare", elements, most_bytes))
+        self.ahead_units = 3
+
+    def pause_ahead(self, steps: int) -> None:
+        self.calls.append(("pause", steps))
+
+    def stop_ahead(self) -> None:
+        self.calls.append(("stop",))
+        self.ahead_units = 0
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    updater: Told,
+    *,
+    steps: int = 60,
+    waits_s: float = 0.1,
+    with_s: float = 0.9,
+    without_s: float = 1.0,
+) -> list[tuple[Any, ...]]:
+    """Steps of a session, which take ``with_s`` where backward begins updates; the CPU updates 2e9 in a second."""
+    recorder, worker = Recorder(), SimpleNamespace(threads=4)
+    worker.stats = lambda: SimpleNamespace(elements=8 * 10**9, busy_s=16.0)
+    ledger: Any = SimpleNamespace(free_bytes=lambda _tier: 20 * GIB)
+    anything: Any = updater
+    sparing, now_s, paused = Sparing(anything, worker, ledger, recorder), 0.0, 0
+    monkeypatch.setattr("stormtorch.observe.recorder.time.perf_counter", lambda: now_s)
+    for number in range(1, steps + 1):
+        now_s += without_s if paused or not updater.ahead_units else with_s
+        paused = max(0, paused - 1)
+        recorder(Span(What.WAIT, 0.0, waits_s, "updates"))
+        recorder.step()
+        before = len(updater.calls)
+        sparing.after_step(number)
+        paused = next((call[1] for call in updater.calls[before:] if call[0] == "pause"), paused)
+    return updater.calls
+
+
+def test_as_much_as_the_cpu_can_do_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, *others) = run(monkeypatch, Told())
+    assert first == ("spare", pytest.approx(2e9 * 2 / 3 / 2), 10 * GIB)
+    assert [call[0] for call in others] == ["pause"]  # to compare; they stay
+
+
+def test_none_where_nobody_waits_for_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, Told(), waits_s=0.01) == []
+
+
+@pytest.mark.parametrize("with_s", [1.0, 1.1])
+def test_they_end_where_steps_are_no_faster(monkeypatch: pytest.MonkeyPatch, with_s: float) -> None:
+    assert [call[0] for call in run(monkeypatch, Told(), with_s=with_s)] == ["spare", "pause", "stop"]
+
+
+def test_the_steps_that_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of one kind: a gain of little more than what is asked for is found."""
+    assert [call[0] for call in run(monkeypatch, Told(), with_s=0.985)] == ["spare", "pause"]
+
+
+def test_other_programs_have_the_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, Told(OutOfBudget("no", "room", "at", "all"))) == []
