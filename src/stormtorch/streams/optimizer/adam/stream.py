@@ -292,7 +292,8 @@ class AdamStream(Updater):
                 self._worker.submit(
                     target.made_from(source),
                     run.step,
-                    priority=2 * len(self.homes) - unit.index,  # after what the step has asked for
+                    # After what a step has asked for; and those first that the next forward needs first.
+                    priority=len(self.homes) + unit.index,
                     ready=grads.arrived.at(grads.arrivals),
                     done=flag.at(value),
                     abort=self.ahead.abort,
