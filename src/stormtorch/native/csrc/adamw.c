@@ -4,6 +4,9 @@
 #include <fenv.h>
 #include <pthread.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #include "storm.h"
 
@@ -89,19 +92,51 @@ storm_kernel *storm_find_kernel(const storm_update *update, int32_t isa) {
     return isas[isa].kernels[update->weight_kind][update->grad_kind];
 }
 
-static void bring(void *to, const void *from, int64_t first, int64_t last, int64_t size) {
-    if (from && size)
-        memcpy((char *)to + first * size, (const char *)from + first * size, (size_t)((last - first) * size));
+/* Elements whose new values fit into the first cache together. */
+enum { TILE = 1024 };
+
+/* Copies to memory that nobody reads soon: past the caches where that is possible, which otherwise read it first. */
+static void copy_out(void *to, const void *from, size_t bytes) {
+#if defined(__x86_64__)
+    if (((uintptr_t)to | (uintptr_t)from | bytes) % sizeof(__m128i) == 0) {
+        for (size_t at = 0; at < bytes; at += sizeof(__m128i))
+            _mm_stream_si128((__m128i *)((char *)to + at), _mm_load_si128((const __m128i *)((const char *)from + at)));
+        return;
+    }
+#endif
+    memcpy(to, from, bytes);
 }
 
 void storm_run(const storm_update *update, storm_kernel *kernel, int64_t first, int64_t last) {
-    static const int64_t weight_bytes[] = {4, 2, 2}, master_bytes[] = {0, 2, 4}; /* by kind */
-    bring(update->weight, update->weight_from, first, last, weight_bytes[update->weight_kind]);
-    bring(update->master, update->master_from, first, last, master_bytes[update->weight_kind]);
-    bring(update->exp_avg, update->exp_avg_from, first, last, 4);
-    bring(update->exp_avg_sq, update->exp_avg_sq_from, first, last, 4);
-    if (update->grad)
+    static const int64_t weight_bytes[] = {4, 2, 2}, master_bytes[] = {0, 2, 4}, grad_bytes[] = {4, 2, 2}; /* by kind */
+    enum { PARTS = 4 };
+    _Alignas(64) char tile[PARTS][4 * TILE];
+    const int64_t sizes[PARTS] = {weight_bytes[update->weight_kind], master_bytes[update->weight_kind], 4, 4};
+    char *const to[PARTS] = {update->weight, update->master, (char *)update->exp_avg, (char *)update->exp_avg_sq};
+    const char *const from[PARTS] = {update->weight_from, update->master_from, update->exp_avg_from,
+                                     update->exp_avg_sq_from};
+    if (!update->weight_from) {
         kernel(update, first, last);
+        return;
+    }
+    storm_update here = *update;
+    here.weight = tile[0], here.master = tile[1], here.exp_avg = (float *)tile[2], here.exp_avg_sq = (float *)tile[3];
+    for (int64_t at = first; at < last; at += TILE) {
+        int64_t count = at + TILE < last ? TILE : last - at;
+        for (int part = 0; part < PARTS; part++)
+            if (from[part])
+                memcpy(tile[part], from[part] + at * sizes[part], (size_t)(count * sizes[part]));
+        if (update->grad) {
+            here.grad = (const char *)update->grad + at * grad_bytes[update->grad_kind];
+            kernel(&here, 0, count);
+        }
+        for (int part = 0; part < PARTS; part++)
+            if (from[part])
+                copy_out(to[part] + at * sizes[part], tile[part], (size_t)(count * sizes[part]));
+    }
+#if defined(__x86_64__)
+    _mm_sfence(); /* what follows, a flag, must not overtake them */
+#endif
 }
 
 uint32_t storm_abi(void) { return STORM_ABI; }

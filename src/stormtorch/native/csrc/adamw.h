@@ -105,8 +105,7 @@ static inline void storm_read_factor(storm_update *update) {
 /* Updates elements [first, last) on the calling thread, under its present floating-point environment. */
 typedef void storm_kernel(const storm_update *update, int64_t first, int64_t last);
 
-/* Runs elements [first, last) of an update with its kernel; first brings them from where they are read. In runs of
- * STORM_CHUNK elements they are still in the core's cache then. */
+/* Runs elements [first, last) of an update with its kernel, in place or into other memory. */
 void storm_run(const storm_update *update, storm_kernel *kernel, int64_t first, int64_t last);
 
 /* The kernel for a checked update; NULL where this CPU lacks the instruction set or a kind is unknown. */
