@@ -3,6 +3,8 @@ and overwrites with NaN what it has taken back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from stormtorch.core.tags import Tag
@@ -64,6 +66,21 @@ class CopyingHome:
         shown = self._shown[place.unit.index].of(place)
         for name, target in self.stored.shown(place).items():
             target.copy_(shown[name])
+
+    def give_spare(self, unit: Unit, parts: Sequence[torch.Tensor]) -> None:
+        raise NotImplementedError  # updates ahead are for states in RAM
+
+    def take_spare(self, unit: Unit) -> None:
+        raise NotImplementedError
+
+    def spare(self, unit: Unit) -> States:
+        raise NotImplementedError
+
+    def exchange(self, unit: Unit) -> None:
+        raise NotImplementedError
+
+    def is_exchanged(self, unit: Unit) -> bool:  # noqa: ARG002
+        return False
 
     def forget(self) -> None:
         self.lane.close()

@@ -48,8 +48,8 @@ def run(
     recorder, worker = Recorder(), SimpleNamespace(threads=4)
     worker.stats = lambda: SimpleNamespace(elements=8 * 10**9, busy_s=16.0)
     ledger: Any = SimpleNamespace(free_bytes=lambda _tier: 20 * GIB)
-    anything: Any = updater
-    sparing, now_s, paused = Sparing(anything, worker, ledger, recorder), 0.0, 0
+    given: tuple[Any, Any, Any] = (updater, worker, ledger)
+    sparing, now_s, paused = Sparing(*given, recorder), 0.0, 0
     monkeypatch.setattr("stormtorch.observe.recorder.time.perf_counter", lambda: now_s)
     for number in range(1, steps + 1):
         now_s += without_s if paused or not updater.ahead_units else with_s

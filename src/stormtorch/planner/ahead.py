@@ -4,6 +4,8 @@ measurements: it pays where compute waits for updates, and the CPU has time in b
 from __future__ import annotations
 
 import contextlib
+import itertools
+import statistics
 
 from ..core.errors import OutOfBudget
 from ..core.tags import Tier
@@ -12,7 +14,8 @@ from ..native.worker.jobs import Worker
 from ..observe.recorder import Recorder
 from ..streams.optimizer.updater import Updater
 
-_AT = 6  # steps after which it is decided: rates are known
+_AT = 30  # steps after which it is decided: rates are known, and activations have taken the RAM that they need
+_RECENT = 8  # steps that give a step's time
 _LEAST_WAIT = 0.02  # of a step's time that compute waits for updates
 _CAUSES = ("updates", "states")
 # What the CPU can do in backward: that is half of a step which waits for updates, and an update into other memory takes
@@ -29,24 +32,26 @@ class Sparing:
     def __init__(self, updater: Updater, worker: Worker, ledger: Ledger, recorder: Recorder) -> None:
         self._updater, self._worker, self._ledger, self._recorder = updater, worker, ledger, recorder
 
-    def after_step(self, steps: int) -> None:
-        """``steps`` have ended since the optimizer's states could be copied by lanes."""
+    def after_step(self, steps: int) -> bool:
+        """``steps`` have ended since the optimizer's states could be copied by lanes. Whether updates ahead were given
+        up now."""
         if steps == _AT:
             self._begin()
         elif not self._updater.ahead_units:
-            return
+            return False
         elif steps == _WITH[-1]:
             self._updater.pause_ahead(_WITHOUT[-1] - steps)
         elif steps == _WITHOUT[-1]:
             self._judge()
+        return not self._updater.ahead_units and steps > _AT
 
     def _begin(self) -> None:
         totals, worker = self._recorder.snapshot(), self._worker.stats()
-        ends = totals.step_ends_s[-_AT:]
-        if len(ends) < _AT or worker.busy_s <= 0:
+        ends = totals.step_ends_s[-_RECENT:]
+        if len(ends) < _RECENT or worker.busy_s <= 0:
             return
         step_s = (ends[-1] - ends[0]) / (len(ends) - 1)
-        waits_s = sum(totals.waits_s.get(cause, 0.0) for cause in _CAUSES) / len(totals.step_ends_s)
+        waits_s = sum(totals.waits_s.get(cause, 0.0) for cause in _CAUSES) / len(totals.step_ends_s)  # since the first
         if waits_s < _LEAST_WAIT * step_s:
             return
         elements = worker.elements / (worker.busy_s / self._worker.threads) * _SPEED * _TIME * step_s
@@ -55,12 +60,12 @@ class Sparing:
 
     def _judge(self) -> None:
         ends = self._recorder.snapshot().step_ends_s
-        with_s, without_s = (_mean_s(ends, _WITHOUT.stop - steps.stop, len(steps)) for steps in (_WITH, _WITHOUT))
+        with_s, without_s = (_median_s(ends, _WITHOUT[-1] - steps[-1], len(steps)) for steps in (_WITH, _WITHOUT))
         if with_s > _GAIN * without_s:
             self._updater.stop_ahead()
 
 
-def _mean_s(ends: list[float], since: int, count: int) -> float:
-    """The mean time of ``count`` steps, the last of which was ``since`` steps ago."""
-    last = len(ends) - 1 - since
-    return (ends[last] - ends[last - count]) / count
+def _median_s(ends: list[float], since: int, count: int) -> float:
+    """The median time of ``count`` steps, the last of which was ``since`` steps ago."""
+    last = len(ends) - since
+    return statistics.median(b - a for a, b in itertools.pairwise(ends[last - count - 1 : last]))

@@ -96,7 +96,7 @@ class Tuning:
             self._share_choice = replace(self._share_choice, reason="on the CPU until rates have been measured")
         if fixed_share:
             self._share(fixed_share)
-        if self.meter is not None and self._mode == "forward":
+        if self.meter is not None and self._mode in ("auto", "forward"):
             self._sparing = Sparing(adam, worker, self._ledger, self._recorder)
 
     def before_step(self, gradients: GradientStream) -> None:
@@ -125,8 +125,8 @@ class Tuning:
             self._is_growth_due = age >= _GROW_AT[-1] and wished > 0
         if age == _GROW_AT[-1]:
             self._grown_at = self.steps
-        if self._sparing is not None:
-            self._sparing.after_step(age)
+        if self._sparing is not None and self._sparing.after_step(age):
+            self._is_share_due = True
         if self._mode == "backward":
             self._divide(gradients)
 

@@ -111,6 +111,10 @@ class Flags:
             self._error = self._error or error
             _let_go(self.awaited, self.aborted.address)
 
+    @property
+    def is_aborted(self) -> bool:
+        return self._error is not None
+
     def raise_if_aborted(self) -> None:
         if self._error is not None:
             raise LaneError(f"A writer of this flag ended early: {self._error}") from self._error

@@ -32,6 +32,7 @@ RESHAPING = frozenset(
 )
 # Give out the address of the memory, through which writes go unnoticed.
 EXPOSING = frozenset({"numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__"})
+ARRAYS = frozenset({"numpy", "__array__", "__dlpack__"})  # of these, what user code writes to by itself
 
 
 def target_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -36,7 +36,7 @@ from ...core.errors import StormError
 from ..bridge.handlers import undisturbed
 from ..bridge.torch_private import in_backward, never_traced, without_torch_function
 from ..units.unit import Place
-from .mutation import EXPOSING, METADATA, RESHAPING, target_of
+from .mutation import ARRAYS, EXPOSING, METADATA, RESHAPING, target_of
 from .torch_grad import SLOT
 
 
@@ -75,6 +75,9 @@ class Access(Protocol):
 
     def after_write(self, place: Place, kind: str) -> None:
         """User code has written it."""
+
+    def expose(self, place: Place, kind: str) -> None:
+        """User code gets an array over home memory, through which it may write without our notice."""
 
     def grad(self, place: Place) -> torch.Tensor | None:
         """The gradient; does not wait for its values."""
@@ -366,6 +369,9 @@ def _with_homes(
         return _on_home(func, name, homes, written, _exchanged(args, exchange), _exchanged(dict(kwargs), exchange))
     if name in EXPOSING:
         written = homes
+        if name in ARRAYS:
+            for home in homes:
+                home._storm[0].expose(home._storm[1], home._storm_kind)
     if _any_on_device((*args, *kwargs.values())):
         # For user code, parameters are on the device. So compute there, and copy results that are written to home
         # memory back.

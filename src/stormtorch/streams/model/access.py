@@ -91,6 +91,11 @@ class UserAccess:
             self.schedule.updater.states_written(place)
 
     @locked
+    def expose(self, place: Place, kind: str) -> None:
+        if not self.closed and kind in ("weight", "state"):
+            self.schedule.updater.never_ahead(place.unit)
+
+    @locked
     def found_written(self, place: Place) -> None:
         """Take note that a parameter got its first values by a write that was not reported."""
         place.written = True

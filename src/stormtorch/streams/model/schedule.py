@@ -295,7 +295,13 @@ class Schedule:
         """Fill the unit's bucket and send it home; True if ``optimizer`` has used it up on the device instead."""
         gradients, unit = self.gradients, home.unit
         self.updater.apply_factor()  # of the earlier gradients, to which these are added
-        to_wide = gradients.prepare_sum(home)
+        try:
+            to_wide = gradients.prepare_sum(home)
+        except OutOfBudget:
+            if not self.updater.ahead_units:
+                raise
+            self.updater.stop_ahead()  # RAM for speed gives way to RAM that is needed
+            to_wide = gradients.prepare_sum(home)
         size = unit.wide_bytes if to_wide else unit.grad_bytes
         staying = self.updater.there.staying(unit, size)
         before = set(home.present), home.is_wide

@@ -221,6 +221,12 @@ class Updater:
         """Backward has brought the unit's gradients: perhaps begin its update, where nobody sees it until the step asks
         for it. ``added``: to those of an earlier backward."""
 
+    def never_ahead(self, unit: Unit) -> None:
+        """User code holds an array over weights or states of the unit: begin none of its updates ahead any more."""
+
+    def end(self) -> None:
+        """No update is asked for any more: end those that run, and leave weights and states of the same step."""
+
     # --- clipping
 
     def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor | None:

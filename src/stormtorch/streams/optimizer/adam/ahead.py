@@ -26,7 +26,8 @@ from .home import AdamHome, Run
 from .state_home import StateHome, States
 
 _REST = 8  # steps without updates ahead after one that has clipped
-_LATE = 3  # steps at whose begin a unit's update was not done, after which it has none ahead any more
+_LATE = 3  # steps in a row at whose begin a unit's update was not done, after which it has none ahead ...
+_LATE_REST = 50  # ... for so many
 
 
 def spare_bytes(unit: Unit) -> list[int]:
@@ -42,6 +43,7 @@ class Begun:
     flags: list[tuple[Flag, int]]  # of each run: it is done
     states: States  # the spare ones
     image: torch.Tensor
+    grads: torch.Tensor
     present: frozenset[int]  # places that had a gradient
     wide: bool
     arrivals: int  # of the gradients
@@ -68,12 +70,18 @@ def _named(runs: Iterable[Run]) -> list[tuple[int, int, object]]:
 
 
 @dataclass(eq=False)
-class _Parts:
-    """How many backward passes bring gradients of a unit before a step: the last one is the one to begin at."""
+class _Unit:
+    """What is known of a unit that has a spare."""
 
-    now: int = 0
-    before_step: int = 0
-    late: int = 0
+    image: torch.Tensor  # the spare one
+    parts: int = 0  # backward passes that have brought gradients since the last step
+    parts_before: int = 0  # the same, when that step came: the last one is the one to begin at
+    late: int = 0  # steps in a row whose begin the update was not done at
+    rest: int = 0  # steps that leave the unit out
+
+
+def _word() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device="cpu")
 
 
 @dataclass(eq=False)
@@ -81,43 +89,61 @@ class Ahead:
     """The units that have a spare, and whether the next updates are worth beginning."""
 
     state_home: StateHome
-    images: dict[int, torch.Tensor] = field(default_factory=dict)  # spare ones, by unit
     begun: int = 0  # updates, so far
     taken_over: int = 0
-    _parts: dict[int, _Parts] = field(default_factory=dict)
     rest: int = 0  # steps that begin none
+    _units: dict[int, _Unit] = field(default_factory=dict)
+    _never: set[int] = field(default_factory=set)  # units
     _before: tuple[int, int] = (0, 0)  # updates begun, and taken over, until the last step
     _were_offered: bool = False  # to that step
-    # Says to jobs that have not begun that nobody wants them any more.
-    _word: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32, device="cpu"))
-    _aborts: int = 0
+    # Says to jobs of this step that have not begun that nobody wants them. Each step has its own: a job that a step has
+    # taken over must run.
+    _dropped: torch.Tensor = field(default_factory=_word)
 
     def add(self, units: Sequence[Unit], arena: HostArena) -> None:
         """Give these units spares, of ``arena``, which was made for them (`spare_bytes`)."""
         for unit in units:
             *parts, image = (arena.at(arena.allocate(size)) for size in spare_bytes(unit))
             self.state_home.give_spare(unit, parts)
-            self.images[unit.index], self._parts[unit.index] = image, _Parts()
+            self._units[unit.index] = _Unit(image)
+
+    def has(self, unit: Unit) -> bool:
+        """Whether the unit has a spare."""
+        return unit.index in self._units
+
+    @property
+    def units(self) -> list[int]:
+        """The indices of units that have one."""
+        return list(self._units)
+
+    def image(self, unit: Unit) -> torch.Tensor:
+        """The unit's spare image."""
+        return self._units[unit.index].image
 
     @property
     def abort(self) -> FlagValue:
         """The flag by which `give_up` drops jobs that have not begun."""
-        return FlagValue(self._word.data_ptr(), self._aborts + 1, owner=self._word)
+        return FlagValue(self._dropped.data_ptr(), 1, owner=self._dropped)
+
+    def never(self, unit: Unit) -> None:
+        """User code holds an array over weights or states of the unit, and may write there without our notice."""
+        self._never.add(unit.index)
 
     def wants(self, home: AdamHome, grads: GradHome, *, added: bool) -> bool:
         """Whether to begin the unit's update now. ``added``: its gradients were added to earlier ones.
 
         Earlier jobs of the unit are over when its gradients have arrived: the store lane waits for them."""
-        parts = self._parts.get(home.unit.index)
-        if parts is None:
+        unit = self._units.get(home.unit.index)
+        if unit is None:
             return False
-        parts.now = parts.now + 1 if added else 1
+        unit.parts = unit.parts + 1 if added else 1
         return (
-            parts.now == parts.before_step
-            and parts.late < _LATE
+            unit.parts == unit.parts_before
+            and not unit.rest
             and not self.rest
             and not home.on_device
             and home.waiting is None
+            and home.unit.index not in self._never
             and len(grads.present) == len(home.unit.trained)  # the whole set of states changes places
             and grads.state in (GradState.AT_HOME, GradState.WIDE)
             and all(map(grads.has_norm, grads.present))
@@ -125,18 +151,16 @@ class Ahead:
 
     def begins(self, home: AdamHome, begun: Begun) -> None:
         """Note an update that the worker has got."""
-        home.ahead = begun
+        home.ahead, home.ahead_flags = begun, begun.flags
         self.begun += 1
 
     def give_up(self, homes: Iterable[AdamHome]) -> None:
         """Drop all that were begun, and begin none for some steps: gradients are clipped, and will be again."""
         self.rest = _REST
-        begun = [home for home in homes if home.ahead is not None]
-        if begun:
-            self._aborts += 1
-            flag_words.store(self._word.data_ptr(), self._aborts)
-        for home in begun:
-            home.ahead = None  # its job may still run, and read the states: `HomeGate` knows
+        flag_words.store(self._dropped.data_ptr(), 1)
+        self._dropped = _word()
+        for home in homes:
+            home.ahead = None  # its job may still run, and read the states
 
     def step_begins(self) -> None:
         """The step is about to update units."""
@@ -146,15 +170,23 @@ class Ahead:
         self._were_offered, self._before = self.begun > begun, (self.begun, self.taken_over)
         self.rest = max(0, self.rest - 1)
 
+    def step_is_decided(self) -> None:
+        """The step takes over what was begun, or has given it up."""
+        if self._were_offered:
+            self._dropped = _word()
+
     def step_asks(self, home: AdamHome) -> None:
         """The step updates the unit."""
-        parts = self._parts.get(home.unit.index)
-        if parts is not None:
-            parts.before_step, parts.now = parts.now, 0
-            if home.ahead is not None:
-                parts.late = 0 if home.ahead.is_done else parts.late + 1
+        unit = self._units.get(home.unit.index)
+        if unit is None:
+            return
+        unit.parts_before, unit.parts = unit.parts, 0
+        unit.rest = max(0, unit.rest - 1)
+        if home.ahead is not None:
+            unit.late = 0 if home.ahead.is_done else unit.late + 1
+            if unit.late == _LATE:
+                unit.late, unit.rest = 0, _LATE_REST
 
     def forget(self) -> None:
         """Release memory."""
-        self.images.clear()
-        self._parts.clear()
+        self._units.clear()

@@ -79,6 +79,8 @@ class DeviceStates(StatesOnDevice):
             due += part
             home.state = AdamState.PASSING if some and due >= 1 - 1e-9 else AdamState.HOME
             due -= home.on_device
+            if home.on_device:
+                self._refresh(home)
 
     def _open_sets(self, room_bytes: int) -> None:
         self._cut(room_bytes)
@@ -136,6 +138,13 @@ class DeviceStates(StatesOnDevice):
                 parts = [piece.bytes for piece in pieces]
                 home.kept = Staged(home.whole, pieces, parts, self._lanes.aside.record())
                 home.state = AdamState.RESERVED
+                self._refresh(home)
+
+    def _refresh(self, home: AdamHome) -> None:
+        """Lanes copy the states from now on: not those of a spare, which may not be page-locked."""
+        if self._state_home.is_exchanged(home.unit):
+            home.gate.join()
+            self._state_home.refresh(home.unit)
 
     @property
     def sets_bytes(self) -> int:

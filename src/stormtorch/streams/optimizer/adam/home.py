@@ -48,6 +48,8 @@ class AdamHome:
     staged: deque[Staged] = field(default_factory=deque)  # its first chunks on the device, or on their way there
     kept: Staged | None = None  # permanent device memory for its states
     ahead: Begun | None = None  # an update that backward has begun, into spare memory
+    ahead_flags: list[tuple[Flag, int]] = field(default_factory=list)  # of the last one, unless a step took it over
+    taken: Begun | None = None  # the last one that a step took over
     loads_seen: int = 0
 
     def __post_init__(self) -> None:

@@ -114,6 +114,12 @@ class AdamStates(ShownStates):
     def after_release(self) -> None:
         """Replace the views by ordinary tensors of the parameters' dtypes, converted within their own memory: a second
         copy may not fit."""
+        try:
+            self._updater.end()
+        finally:
+            self._narrow_all()
+
+    def _narrow_all(self) -> None:
         for home in self._homes:
             self._state_home.refresh(home.unit)
             for place in home.unit.trained:

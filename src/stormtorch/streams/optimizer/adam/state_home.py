@@ -88,6 +88,9 @@ class StateHome(Protocol):
     def exchange(self, unit: Unit) -> None:
         """Take the spare set as the unit's states, when all work that was requested for it is done."""
 
+    def is_exchanged(self, unit: Unit) -> bool:
+        """Whether the unit's states are in the second set, which `refresh` ends."""
+
     def forget(self) -> None:
         """Release all memory but the tensors that `shown` gave."""
 
@@ -143,6 +146,7 @@ class RamHome:
     def take_spare(self, unit: Unit) -> None:
         assert unit.index not in self._exchanged, "taken before a refresh"
         del self._second[unit.index]
+        self._whole[unit.index].bound.clear()  # which may have the spare image
         for key in [key for key in self._cached if key[0] == unit.index and key[1]]:
             del self._cached[key]
 
@@ -151,6 +155,9 @@ class RamHome:
 
     def exchange(self, unit: Unit) -> None:
         self._exchanged ^= {unit.index}
+
+    def is_exchanged(self, unit: Unit) -> bool:
+        return unit.index in self._exchanged
 
     def forget(self) -> None:
         self._whole.clear()

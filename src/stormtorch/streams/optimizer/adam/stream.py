@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ....core.errors import OutOfBudget
+from ....core.errors import OutOfBudget, StormError
 from ....core.tags import Tag
 from ....memory.host.arena import HostArena, regions_for
 from ....memory.lanes.build import Lanes
@@ -99,7 +99,9 @@ class AdamStream(Updater):
 
     # --- clipping
 
-    def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+    def clip(self, norms: list[torch.Tensor], max_norm: float) -> torch.Tensor | None:
+        if self._scaling is not None:
+            return None  # torch's clipping came first: its factors are numbers on the CPU
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         if self._device_factor is not None:
             total = total * self._device_factor
@@ -132,13 +134,14 @@ class AdamStream(Updater):
     def settle_factor(self) -> None:
         self.ahead.step_begins()
         is_clipped = self._settle_scaling()
-        if self._factor is not None and any(home.ahead is not None for home in self.homes):
+        if not is_clipped and self._factor is not None and any(home.ahead is not None for home in self.homes):
             self._lanes.store.synchronize()
             is_clipped = float(self._factor) != 1.0
             if not is_clipped:
                 self.forget_factor()  # updates ahead are right without it
         if is_clipped:
             self.ahead.give_up(self.homes)
+        self.ahead.step_is_decided()
 
     def _settle_scaling(self) -> bool:
         """Make one factor of what user code has multiplied gradients by; whether that is known to change them."""
@@ -207,8 +210,9 @@ class AdamStream(Updater):
             return
         if home.kept is not None:
             self.there.let_go(home)
-        if home.unit.index in self.ahead.images:
-            home.gate.join()  # an update ahead that was dropped may still read what this one writes
+        for flag, value in home.ahead_flags:
+            flag.wait(value)  # an update ahead that was dropped may still read what this one writes
+        home.ahead_flags = []
         states = self.state_home.acquire(home.unit, home.whole)
         try:
             if self._factor is not None or states.ready:
@@ -239,7 +243,7 @@ class AdamStream(Updater):
 
     @property
     def ahead_units(self) -> int:
-        return len(self.ahead.images)
+        return len(self.ahead.units)
 
     @property
     def spare_bytes(self) -> int:
@@ -250,7 +254,7 @@ class AdamStream(Updater):
         units, taken = list[Unit](), 0
         for home in reversed(self.homes):
             unit, size = home.unit, sum(regions_for(spare_bytes(home.unit)))
-            if unit.trained and not home.on_device and unit.index not in self.ahead.images:
+            if unit.trained and not home.on_device and not self.ahead.has(unit):
                 elements, taken = elements - unit.state_count, taken + size
                 if elements < 0 or taken > most_bytes:
                     break
@@ -264,12 +268,47 @@ class AdamStream(Updater):
         self.ahead.rest = steps
 
     def stop_ahead(self) -> None:
-        for index in self.ahead.images:
-            self.join_states(self.homes[index].unit)
-            self.state_home.take_spare(self.homes[index].unit)
+        units = [self.homes[index].unit for index in self.ahead.units]
+        for unit in units:
+            self.join_states(unit)
         self.ahead.forget()
+        for unit in units:
+            self.homes[unit.index].taken = None
+            self.state_home.take_spare(unit)
         while self._spares:
             self._spares.pop().close()
+
+    def never_ahead(self, unit: Unit) -> None:
+        self.ahead.never(unit)
+        self.homes[unit.index].ahead = None
+
+    def end(self) -> None:
+        pending = self._worker.stats().pending
+        try:
+            self._worker.close()
+        finally:
+            if pending or self._board.is_aborted:
+                for home in self.homes:
+                    self._mend(home)
+
+    def _mend(self, home: AdamHome) -> None:
+        """Give a unit back the states of its weights: perhaps neither the update ahead that a step took over nor the
+        copy of its weights was done."""
+        begun, home.taken = home.taken, None
+        if begun is None or not self.state_home.is_exchanged(home.unit):
+            return
+        self.state_home.exchange(home.unit)
+        old, image = self.state_home.acquire(home.unit, home.whole), self._images[home.unit.index]
+        for run in begun.runs:
+            here, made = (
+                bound(run, Buffers(i, s, begun.grads), wide=begun.wide, factor=None)
+                for i, s in ((image, old), (begun.image, begun.states))
+            )
+            if here is not None and made is not None and torch.equal(here.weight, made.weight):
+                here.exp_avg.copy_(made.exp_avg)
+                here.exp_avg_sq.copy_(made.exp_avg_sq)
+                if here.master is not None and made.master is not None:
+                    here.master.copy_(made.master)
 
     def begin_ahead(self, grads: GradHome, hyper: dict[int, dict[str, Any]], *, added: bool) -> None:
         home = self.homes[grads.unit.index]
@@ -277,11 +316,15 @@ class AdamStream(Updater):
         if self.is_scaled() or not self.ahead.wants(home, grads, added=added):
             return
         steps = list(home.steps)
-        runs = list(self._runs(home, grads, hyper))
-        home.steps = steps  # the step counts
+        try:
+            runs = list(self._runs(home, grads, hyper))
+        except (StormError, TypeError, ValueError):
+            return  # settings that the step will refuse, if they are the same then
+        finally:
+            home.steps = steps  # the step counts
         if not runs or grads.present - hyper.keys():
             return
-        unit, image = home.unit, self.ahead.images[home.unit.index]
+        unit, image = home.unit, self.ahead.image(home.unit)
         states, spare = self.state_home.acquire(unit, home.whole), self.state_home.spare(unit)
         old, new = (Buffers(i, s, grads.flat()) for i, s in ((self._images[unit.index], states), (image, spare)))
         flags = []
@@ -302,8 +345,20 @@ class AdamStream(Updater):
                 flags.append((flag, value))
         self.state_home.release(states, dirty=False, after=home.gate)
         version = self._parameters.residences[unit.index].version
-        present, wide = frozenset(grads.present), grads.is_wide
-        self.ahead.begins(home, Begun(runs, flags, spare, image, present, wide, grads.arrivals, version))
+        self.ahead.begins(
+            home,
+            Begun(
+                runs=runs,
+                flags=flags,
+                states=spare,
+                image=image,
+                grads=grads.flat(),
+                present=frozenset(grads.present),
+                wide=grads.is_wide,
+                arrivals=grads.arrivals,
+                version=version,
+            ),
+        )
 
     def _take_over(self, home: AdamHome, begun: Begun, grads: GradHome, residence: Residence) -> None:
         """Take what an update ahead has made, or will have made: its states at once, its weights by a copy."""
@@ -313,6 +368,7 @@ class AdamStream(Updater):
         unit, old = home.unit, Buffers(self._images[home.unit.index], begun.states, grads.flat())
         new = Buffers(begun.image, begun.states, grads.flat())
         self.state_home.exchange(unit)
+        home.taken, home.ahead_flags = begun, []
         made = iter(begun.flags)
         for run in begun.runs:
             source, target = (bound(run, buffers, wide=grads.is_wide, factor=None) for buffers in (new, old))
