@@ -3,7 +3,10 @@ happens before the step."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from stormtorch.core.errors import StormError
+from stormtorch.native import flag_words
+from stormtorch.native.update import AdamStep, AdamTensors
+from stormtorch.native.worker.jobs import FlagValue, Worker
 from stormtorch.streams.optimizer.adam import ahead
 from stormtorch.streams.optimizer.adam.ahead import Ahead
 
@@ -296,5 +303,195 @@ def test_memory_that_is_given_back() -> None:
         adam.stop_ahead()
         assert used - sum(balance.used_bytes for balance in ledger.balances()) >= taken
         assert adam.spare_bytes == adam.ahead_units == 0
+        pair.steps(4, 4)
+        pair.check()
+
+
+class Late:
+    """Keeps updates ahead of one unit from beginning until ``begin``, as a busy CPU would."""
+
+    def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        adam = pair.session._parts.adam
+        assert adam is not None
+        unit = next(home.unit for home in adam.homes if home.unit.name == name)
+        image = adam.ahead.image(unit)
+        memory = range(image.data_ptr(), image.data_ptr() + image.nbytes)
+        self.is_on, self.held, self._word = True, 0, torch.zeros(1, dtype=torch.int32)
+        submit = Worker.submit
+
+        def late(worker: Worker, tensors: AdamTensors, step: AdamStep, **settings: Any) -> int:
+            if self.is_on and tensors.source is not None and tensors.weight.data_ptr() in memory:
+                self.held += 1
+                settings["ready"] = FlagValue(self._word.data_ptr(), 1, owner=self._word)
+            return submit(worker, tensors, step, **settings)
+
+        monkeypatch.setattr(Worker, "submit", late)
+
+    def begin(self) -> None:
+        flag_words.store(self._word.data_ptr(), 1)
+
+
+class Branches(nn.Module):
+    """Every other batch goes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.odd = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for layer in self.odd if self.calls % 2 else self.even:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def vector(step: int) -> Any:
+    return (torch.randn(4, 64, generator=torch.Generator().manual_seed(step)),)
+
+
+def test_a_clip_does_not_stop_what_an_earlier_step_has_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("branches", Branches, vector, lambda model, batch: model(*batch).square().sum())
+    with Pair(case, ahead=True) as pair:
+        for number in range(6):
+            pair.both(clipped_step(number, 1e9))
+        late, taken = Late(pair, monkeypatch, "odd.5"), ahead_of(pair).taken_over
+        pair.both(clipped_step(6, 1e9))
+        assert late.held
+        assert ahead_of(pair).taken_over > taken
+        late.is_on = False
+        threading.Timer(0.5, late.begin).start()
+        pair.both(clipped_step(7, 1e-3))
+        pair.both(clipped_step(8, 1e9))
+        pair.check()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_session_that_fails_leaves_weights_and_states_of_one_step(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(CHAIN, ahead=True, seed=None)
+    pair.steps(4)
+    model, optimizer = pair.streamed.model, pair.streamed.optimizer
+    held = Late(pair, monkeypatch, "blocks.3") if late else None
+    store, go = pair.session._parts.ground.lanes.store, threading.Event()
+    copy, copied = store.copy, list[int]()
+
+    def fail() -> None:
+        go.wait(20)
+        raise RuntimeError("bus error")
+
+    def copy_then_fail(*args: Any) -> None:
+        copied.append(1)
+        if len(copied) == 5:
+            store.enqueue(fail)  # type: ignore[attr-defined]
+        copy(*args)
+
+    monkeypatch.setattr(store, "copy", copy_then_fail)
+    _backward(pair.streamed, 5)
+    optimizer.step()
+    go.set()
+    with pytest.raises(StormError):
+        pair.session.synchronize()
+    if held is not None:
+        held.begin()
+    with contextlib.suppress(StormError):
+        pair.session.close()
+    _backward(pair.plain, 5)
+    before = frozen([_weight_and_state(pair.plain, name) for name, _ in model.named_parameters()])
+    pair.plain.optimizer.step()
+    after = frozen([_weight_and_state(pair.plain, name) for name, _ in model.named_parameters()])
+    for (name, _), old, new in zip(model.named_parameters(), before, after, strict=True):
+        mine = _weight_and_state(pair.streamed, name)
+        assert any(all(torch.equal(*pair) for pair in zip(mine, one, strict=True)) for one in (old, new)), name
+
+
+def _weight_and_state(side: Side, name: str) -> list[torch.Tensor]:
+    parameter = side.named(name)
+    return [parameter.detach(), side.optimizer.state[parameter]["exp_avg"]]
+
+
+def test_memory_that_is_given_back_goes() -> None:
+    with Pair(CHAIN, ahead=True) as pair:
+        adam = pair.session._parts.adam
+        assert adam is not None
+        pair.steps(5)
+        starts = [arena._regions[0].address for arena in adam._spares]
+        adam.stop_ahead()
+        pair.steps(2, 5)
+        gc.collect()
+        mapped = [line.split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        spans = [(int(first, 16), int(rest.split()[0], 16)) for first, rest, *_ in mapped]
+        assert starts
+        assert not any(first <= start < last for start in starts for first, last in spans)
+        pair.check()
+
+
+def test_an_array_that_user_code_writes_to() -> None:
+    """Through memory that was given out before, as torch allows."""
+    with Pair(CHAIN, ahead=True) as pair:
+        pair.steps(4)
+        parameters = {id(side): next(side.model.parameters()) for side in (pair.plain, pair.streamed)}
+        arrays = {id(side): parameters[id(side)].detach().numpy() for side in (pair.plain, pair.streamed)}
+        states = {
+            id(side): side.optimizer.state[list(side.model.parameters())[-1]]["exp_avg"].numpy()
+            for side in (pair.plain, pair.streamed)
+        }
+        for number in range(4, 8):
+            pair.both(lambda side, n=number: _backward(side, n), "loss")  # type: ignore[misc]
+            pair.session.synchronize()
+            for side in (pair.plain, pair.streamed):
+                arrays[id(side)][...] *= 0.5
+                states[id(side)][...] *= 0.5
+            pair.both(lambda side: (side.optimizer.step(), side.optimizer.zero_grad())[1])
+        pair.check()
+
+
+def test_settings_that_are_wrong_until_the_step() -> None:
+    def set_rate(rate: float) -> Callable[[Side], None]:
+        def act(side: Side) -> None:
+            for group in side.optimizer.param_groups:
+                group["lr"] = rate
+
+        return act
+
+    with Pair(CHAIN, ahead=True) as pair:
+        pair.steps(4)
+        pair.both(set_rate(-1.0))
+        pair.both(lambda side: _backward(side, 4), "loss")
+        pair.both(set_rate(1e-2))
+        pair.both(lambda side: (side.optimizer.step(), side.optimizer.zero_grad())[1])
+        pair.steps(3, 5)
+        pair.check()
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_clipping_by_torch_and_then_by_the_session(is_ahead: bool) -> None:
+    def twice(side: Side) -> torch.Tensor:
+        nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
+        if side.session is not None:
+            return side.session.clip_grad_norm_(0.1)
+        return nn.utils.clip_grad_norm_(side.model.parameters(), 0.1)
+
+    with Pair(CHAIN, ahead=is_ahead) as pair:
+        pair.steps(3)
+        pair.both(lambda side: _backward(side, 3), "loss")
+        pair.both(twice)
+        pair.both(lambda side: (side.optimizer.step(), side.optimizer.zero_grad())[1])
+        pair.check()
+
+
+def test_units_that_move_to_the_device() -> None:
+    """Lanes copy states of the first set only, whose memory is known to be page-locked."""
+    with Pair(CHAIN, ahead=True, vram=8 << 20) as pair:
+        adam = pair.session._parts.adam
+        assert adam is not None
+        pair.steps(4)
+        assert any(adam.state_home.is_exchanged(home.unit) for home in adam.homes)
+        adam.there.share(0.5, 4 << 20, early=True)
+        moved = [home for home in adam.homes if home.on_device]
+        assert moved
+        assert not any(adam.state_home.is_exchanged(home.unit) for home in moved)
         pair.steps(4, 4)
         pair.check()
