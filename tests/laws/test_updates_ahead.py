@@ -376,7 +376,7 @@ def test_a_session_that_fails_leaves_weights_and_states_of_one_step(
     model, optimizer = pair.streamed.model, pair.streamed.optimizer
     held = Late(pair, monkeypatch, "blocks.3") if late else None
     store, go = pair.session._parts.ground.lanes.store, threading.Event()
-    copy, copied = store.copy, list[int]()
+    units, copy, copied = len(ahead_of(pair).units), store.copy, list[int]()
 
     def fail() -> None:
         go.wait(20)
@@ -384,7 +384,7 @@ def test_a_session_that_fails_leaves_weights_and_states_of_one_step(
 
     def copy_then_fail(*args: Any) -> None:
         copied.append(1)
-        if len(copied) == 5:
+        if len(copied) == units:
             store.enqueue(fail)  # type: ignore[attr-defined]
         copy(*args)
 
@@ -446,6 +446,36 @@ def test_an_array_that_user_code_writes_to() -> None:
                 states[id(side)][...] *= 0.5
             pair.both(lambda side: (side.optimizer.step(), side.optimizer.zero_grad())[1])
         pair.check()
+
+
+def test_an_array_of_a_gradient_that_user_code_writes_to() -> None:
+    with Pair(LLAMA, ahead=True) as pair:
+        for number in range(6):
+            arrays = {}
+            for part in range(2):
+                pair.both(lambda side, n=10 * number + part: _backward(side, n), "loss")  # type: ignore[misc]
+                if number >= 3 and not part:
+                    for side in (pair.plain, pair.streamed):
+                        grad = list(side.model.parameters())[5].grad
+                        assert grad is not None
+                        arrays[id(side)] = grad.numpy()
+            for array in arrays.values():
+                array[...] *= 0.5
+            pair.both(lambda side: (side.optimizer.step(), side.optimizer.zero_grad())[1])
+        pair.check()
+        assert ahead_of(pair).taken_over
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_state_that_is_replaced_before_the_session_ends(is_ahead: bool) -> None:
+    def replace(side: Side) -> None:
+        parameter = list(side.model.parameters())[5]
+        side.optimizer.state[parameter]["exp_avg_sq"] = torch.full(parameter.shape, 0.01)
+
+    with Pair(CHAIN, ahead=is_ahead) as pair:
+        pair.steps(4)
+        pair.both(replace)
+    pair.check(grads=False)
 
 
 def test_settings_that_are_wrong_until_the_step() -> None:

@@ -86,8 +86,17 @@ def test_a_copy_that_is_aborted(open_any: OpenAny, make_tensors: MakeTensors, wo
     source, target = make_tensors(1000).weight, torch.zeros(1000)
     worker, flags = open_any(threads=1), {"ready": words.at(0), "also": None, "done": words.at(1), "abort": words.at(2)}
     words[2] = 1
-    worker.copy(WeightCopy(target, source), priority=0, **flags)
+    dropped, kept = set[int](), torch.zeros(1000)
+    ticket = worker.copy(WeightCopy(target, source), priority=0, dropped=dropped, **flags)
+    flags["abort"] = None
+    worker.copy(WeightCopy(kept, source), priority=1, dropped=dropped, **flags)
     words[0] = 1
     assert drained(worker, 20)
+    never = worker.copy(
+        WeightCopy(target, source), priority=0, ready=words.at(5), also=None, done=None, dropped=dropped
+    )
+    worker.close()
     assert words[1] == 1
     assert not target.any()
+    assert torch.equal(kept, source)
+    assert dropped == {ticket, never}

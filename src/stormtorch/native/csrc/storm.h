@@ -53,7 +53,8 @@ STORM_API int32_t storm_pool_open(const int32_t *cores, int32_t core_count, int3
  * begun. */
 STORM_API int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t ticket, int32_t priority,
                                     storm_flag ready, storm_flag also, storm_flag done, storm_flag abort);
-/* Moves up to `capacity` tickets of jobs that are over into `tickets`; returns how many. */
+/* Moves up to `capacity` tickets of jobs that are over into `tickets`, those of abandoned ones negative; returns how
+ * many. */
 STORM_API int64_t storm_pool_reap(storm_pool *pool, int64_t *tickets, int64_t capacity);
 STORM_API void storm_pool_read_stats(storm_pool *pool, storm_pool_stats *stats);
 /* Ends the threads; returns how many jobs were abandoned. Reaping still works afterwards. Call it before free. */

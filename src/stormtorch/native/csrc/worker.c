@@ -62,7 +62,7 @@ struct storm_pool {
     int32_t isa;
     job_list waiting;   /* in no order */
     job_list ready;     /* binary heap, most urgent first */
-    int64_t *reaped;    /* tickets of jobs that are over */
+    int64_t *reaped;    /* tickets of jobs that are over; of abandoned ones, negative */
     int64_t reap_count;
     int64_t capacity;   /* of each of the three; never less than the accepted jobs whose tickets are not collected */
     int64_t held;       /* that number */
@@ -109,10 +109,10 @@ static void pop_ready(job_list *heap) {
     heap->items[hole] = last;
 }
 
-static void end_job(storm_pool *pool, job *over) {
+static void end_job(storm_pool *pool, job *over, int64_t ticket) {
     if (over->done.address)
         storm_advance(over->done);
-    pool->reaped[pool->reap_count++] = over->ticket;
+    pool->reaped[pool->reap_count++] = ticket;
     pool->stats.pending--;
     free(over);
     if (pool->stats.pending == 0 && pool->stopping)
@@ -121,7 +121,7 @@ static void end_job(storm_pool *pool, job *over) {
 
 static void abandon_job(storm_pool *pool, job *dropped) {
     pool->stats.abandoned++;
-    end_job(pool, dropped);
+    end_job(pool, dropped, -dropped->ticket);
 }
 
 /* Moves waiting jobs whose flag was reached to the heap, and ends aborted ones; at most once per poll interval. */
@@ -177,7 +177,7 @@ static void run_chunk(storm_pool *pool) {
         pool->stats.elements += last - first;
     if (--current->in_flight == 0 && current->next == current->update.count) {
         pool->stats.finished++;
-        end_job(pool, current);
+        end_job(pool, current, current->ticket);
     }
 }
 

@@ -30,7 +30,7 @@ class CPool(Engine):
         self.library, self.c, self.cores = library, library.c, cores
         self.pointer = ctypes.c_void_p()
         self.lock = threading.RLock()
-        self.held: dict[int, object] = {}  # ticket → a job that may still be running
+        self.held: dict[int, Job] = {}  # ticket → a job that may still be running
         self.over = (ctypes.c_int64 * _REAP)()  # the tickets last fetched
         self.fetched = 0  # how many
         self.counted = PoolStats()  # when last asked
@@ -66,7 +66,11 @@ class CPool(Engine):
         """Take out the tensors and flags of finished jobs, to be released by the caller. Needs the lock."""
         gone: list[object] = []
         while self.pointer:
-            gone += [self.held.pop(ticket, None) for ticket in self.over[: self.fetched]]
+            for ticket in self.over[: self.fetched]:
+                job = self.held.pop(abs(ticket), None)
+                gone.append(job)
+                if ticket < 0 and job is not None and job.dropped is not None:
+                    job.dropped.add(-ticket)
             self.fetched = _REAP  # as far as is known if Ctrl-C comes right after C's call
             self.fetched = self.c.storm_pool_reap(self.pointer, self.over, _REAP)
             if self.fetched == 0:
@@ -85,15 +89,18 @@ class CPool(Engine):
     def stop(self) -> int:
         if os.getpid() != self.pid:  # threads and jobs remained in the parent
             return 0
-        gone: dict[int, object] = {}
+        gone: dict[int, Job] = {}
+        over: list[object] = []
         with self.lock:
             if not self.stopped:
                 if self.pointer:
                     self.c.storm_pool_stop(self.pointer)
                 self.stopped = True
+                over = self._reap()
                 gone, self.held = self.held, gone
             abandoned = self.stats().abandoned
         gone.clear()
+        over.clear()
         return abandoned
 
     def end(self) -> None:

@@ -67,6 +67,7 @@ class Job:
     also: FlagValue | None  # a second one to wait for
     done: FlagValue | None
     abort: FlagValue | None
+    dropped: set[int] | None = None  # gets the ticket if the job is abandoned
 
     @property
     def is_ready(self) -> bool:
@@ -163,9 +164,11 @@ class Worker(Closing):
         also: FlagValue | None,
         done: FlagValue | None,
         abort: FlagValue | None = None,
+        dropped: set[int] | None = None,
     ) -> int:
-        """As `submit`, for a copy, which waits for two flags."""
-        return self._own().add(Job(copy, Scalars(), priority, ready, also, done, abort))
+        """As `submit`, for a copy, which waits for two flags. ``dropped`` gets its ticket if it is abandoned; all have
+        got there when `close` returns."""
+        return self._own().add(Job(copy, Scalars(), priority, ready, also, done, abort, dropped))
 
     def stats(self) -> WorkerStats:
         """Statistics so far. Readable after ``close`` too."""

@@ -82,9 +82,11 @@ class PythonThread(Engine):
             self.elements += last - first
 
     def _end(self, ticket: int, *, finished: bool) -> None:
-        done = self.jobs[ticket].done
-        if done is not None:
-            done.write()
+        job = self.jobs[ticket]
+        if not finished and job.dropped is not None:
+            job.dropped.add(ticket)
+        if job.done is not None:
+            job.done.write()
         self.finished += finished
         self.abandoned += not finished
         del self.jobs[ticket]

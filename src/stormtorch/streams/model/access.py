@@ -92,7 +92,7 @@ class UserAccess:
 
     @locked
     def expose(self, place: Place, kind: str) -> None:
-        if not self.closed and kind in ("weight", "state"):
+        if not self.closed and kind != "past":
             self.schedule.updater.never_ahead(place.unit)
 
     @locked

@@ -383,6 +383,8 @@ class Schedule:
         """Bring everything home, before the streams end."""
         self.updater.apply_factor()
         self.drain()
+        if self.optimizer is not None:
+            self.optimizer.states.heed()  # those that user code has replaced since the last step
         self.residency.drop_all()
 
     def forget(self) -> None:

@@ -222,7 +222,7 @@ class Updater:
         for it. ``added``: to those of an earlier backward."""
 
     def never_ahead(self, unit: Unit) -> None:
-        """User code holds an array over weights or states of the unit: begin none of its updates ahead any more."""
+        """User code has got an array over memory of the unit: begin none of its updates ahead any more."""
 
     def end(self) -> None:
         """No update is asked for any more: end those that run, and leave weights and states of the same step."""

@@ -48,6 +48,8 @@ class Begun:
     wide: bool
     arrivals: int  # of the gradients
     version: int  # of the weights
+    copies: list[int] = field(default_factory=list)  # of each run: the ticket of the job that copies its weights home
+    dropped: set[int] = field(default_factory=set)  # those tickets of which no job was run
 
     def is_of(self, runs: list[Run], grads: GradHome, version: int) -> bool:
         """Whether it is the update that the step asks for, of the same gradients and weights."""
@@ -126,7 +128,7 @@ class Ahead:
         return FlagValue(self._dropped.data_ptr(), 1, owner=self._dropped)
 
     def never(self, unit: Unit) -> None:
-        """User code holds an array over weights or states of the unit, and may write there without our notice."""
+        """User code has got an array over memory of the unit, and may write there without our notice."""
         self._never.add(unit.index)
 
     def wants(self, home: AdamHome, grads: GradHome, *, added: bool) -> bool:
@@ -151,7 +153,7 @@ class Ahead:
 
     def begins(self, home: AdamHome, begun: Begun) -> None:
         """Note an update that the worker has got."""
-        home.ahead, home.ahead_flags = begun, begun.flags
+        home.ahead = begun
         self.begun += 1
 
     def give_up(self, homes: Iterable[AdamHome]) -> None:

@@ -144,6 +144,7 @@ class DeviceStates(StatesOnDevice):
         """Lanes copy the states from now on: not those of a spare, which may not be page-locked."""
         if self._state_home.is_exchanged(home.unit):
             home.gate.join()
+            home.taken = None
             self._state_home.refresh(home.unit)
 
     @property

@@ -194,7 +194,7 @@ class AdamStream(Updater):
             self.finish(home.unit)  # the previous update, which no use of the unit has triggered yet
         runs = list(self._runs(home, grads, hyper))
         self.ahead.step_asks(home)
-        begun, home.ahead = home.ahead, None
+        begun, home.ahead, home.taken = home.ahead, None, None
         if not runs:
             return
         source = grads.flat()
@@ -295,16 +295,18 @@ class AdamStream(Updater):
         """Give a unit back the states of its weights: perhaps neither the update ahead that a step took over nor the
         copy of its weights was done."""
         begun, home.taken = home.taken, None
-        if begun is None or not self.state_home.is_exchanged(home.unit):
+        if begun is None:
             return
         self.state_home.exchange(home.unit)
         old, image = self.state_home.acquire(home.unit, home.whole), self._images[home.unit.index]
-        for run in begun.runs:
-            here, made = (
-                bound(run, Buffers(i, s, begun.grads), wide=begun.wide, factor=None)
-                for i, s in ((image, old), (begun.image, begun.states))
-            )
-            if here is not None and made is not None and torch.equal(here.weight, made.weight):
+        for run, copy in zip(begun.runs, begun.copies, strict=False):
+            if copy not in begun.dropped:
+                here, made = (
+                    bound(run, Buffers(image, states, begun.grads), wide=begun.wide, factor=None)
+                    for states in (old, begun.states)
+                )
+                assert here is not None
+                assert made is not None
                 here.exp_avg.copy_(made.exp_avg)
                 here.exp_avg_sq.copy_(made.exp_avg_sq)
                 if here.master is not None and made.master is not None:
@@ -318,7 +320,7 @@ class AdamStream(Updater):
         steps = list(home.steps)
         try:
             runs = list(self._runs(home, grads, hyper))
-        except (StormError, TypeError, ValueError):
+        except (StormError, TypeError, ValueError, KeyError):
             return  # settings that the step will refuse, if they are the same then
         finally:
             home.steps = steps  # the step counts
@@ -330,20 +332,24 @@ class AdamStream(Updater):
         flags = []
         for run in runs:
             source, target = (bound(run, buffers, wide=grads.is_wide, factor=None) for buffers in (old, new))
-            if source is not None and target is not None:
-                flag, value = self._next_flag(home, run)
-                self._worker.submit(
-                    target.made_from(source),
-                    run.step,
-                    # After what a step has asked for; and those first that the next forward needs first.
-                    priority=len(self.homes) + unit.index,
-                    ready=grads.arrived.at(grads.arrivals),
-                    done=flag.at(value),
-                    abort=self.ahead.abort,
-                )
-                home.gate.runs.append((flag, value))  # it reads weights, states and gradients
-                flags.append((flag, value))
+            if source is None or target is None:
+                break  # it has no elements, which is rare: nothing is worth beginning
+            flag, value = self._next_flag(home, run)
+            self._worker.submit(
+                target.made_from(source),
+                run.step,
+                # After what a step has asked for; and those first that the next forward needs first.
+                priority=len(self.homes) + unit.index,
+                ready=grads.arrived.at(grads.arrivals),
+                done=flag.at(value),
+                abort=self.ahead.abort,
+            )
+            home.gate.runs.append((flag, value))  # it reads weights, states and gradients
+            flags.append((flag, value))
         self.state_home.release(states, dirty=False, after=home.gate)
+        home.ahead_flags = flags
+        if len(flags) < len(runs):
+            return
         version = self._parameters.residences[unit.index].version
         self.ahead.begins(
             home,
@@ -367,23 +373,24 @@ class AdamStream(Updater):
         self._after_loads(home, grads, residence)
         unit, old = home.unit, Buffers(self._images[home.unit.index], begun.states, grads.flat())
         new = Buffers(begun.image, begun.states, grads.flat())
-        self.state_home.exchange(unit)
-        home.taken, home.ahead_flags = begun, []
-        made = iter(begun.flags)
-        for run in begun.runs:
+        for run, (made, value) in zip(begun.runs, begun.flags, strict=True):
             source, target = (bound(run, buffers, wide=grads.is_wide, factor=None) for buffers in (new, old))
-            if source is None or target is None:
-                continue
-            ready, done = next(made), self._next_flag(home, run)
-            self._worker.copy(
+            assert source is not None
+            assert target is not None
+            flag, next_value = self._next_flag(home, run)
+            copy = self._worker.copy(
                 WeightCopy(target.weight, source.weight),
                 priority=unit.index,
-                ready=ready[0].at(ready[1]),
+                ready=made.at(value),
                 also=grads.arrived.at(grads.arrivals),
-                done=done[0].at(done[1]),
+                done=flag.at(next_value),
                 abort=self._board.aborted.at(1),
+                dropped=begun.dropped,
             )
-            home.gate.runs.append(done)
+            begun.copies.append(copy)
+            home.gate.runs.append((flag, next_value))
+        self.state_home.exchange(unit)
+        home.taken, home.ahead_flags = begun, []
 
     def _submit(self, home: AdamHome, runs: list[Run], grads: GradHome, buffers: Buffers) -> None:
         for run in runs:
@@ -442,6 +449,7 @@ class AdamStream(Updater):
     @locked
     def join_states(self, unit: Unit) -> None:
         self.join(unit)
+        self.homes[unit.index].taken = None
         self.there.write_back(self.homes[unit.index])
         self.state_home.refresh(unit)
 
