@@ -417,7 +417,7 @@ def test_memory_that_is_given_back_goes() -> None:
         adam = pair.session._parts.adam
         assert adam is not None
         pair.steps(5)
-        starts = [arena._regions[0].address for arena in adam._spares]
+        starts = [arena._regions[0].address for arena in adam.ahead._arenas]
         adam.stop_ahead()
         pair.steps(2, 5)
         gc.collect()

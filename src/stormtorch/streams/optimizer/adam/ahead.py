@@ -11,18 +11,19 @@ code at weights or states before the step would have to take the update back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from ....memory.host.arena import HostArena
-from ....memory.lanes.flags import Flag
+from ....memory.host.arena import HostArena, regions_for
+from ....memory.lanes.flags import Flag, Flags
 from ....native import flag_words
-from ....native.worker.jobs import FlagValue
+from ....native.update import WeightCopy
+from ....native.worker.jobs import FlagValue, Worker
 from ...gradients.home import GradHome, GradState
 from ...units.unit import Unit
-from .home import AdamHome, Run
+from .home import AdamHome, Buffers, Run, bound
 from .state_home import StateHome, States
 
 _REST = 8  # steps without updates ahead after one that has clipped
@@ -86,50 +87,88 @@ def _word() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device="cpu")
 
 
-@dataclass(eq=False)
 class Ahead:
-    """The units that have a spare, and whether the next updates are worth beginning."""
+    """The units that have a spare, and the updates that were begun."""
 
-    state_home: StateHome
-    begun: int = 0  # updates, so far
-    taken_over: int = 0
-    rest: int = 0  # steps that begin none
-    _units: dict[int, _Unit] = field(default_factory=dict)
-    _never: set[int] = field(default_factory=set)  # units
-    _before: tuple[int, int] = (0, 0)  # updates begun, and taken over, until the last step
-    _were_offered: bool = False  # to that step
-    # Says to jobs of this step that have not begun that nobody wants them. Each step has its own: a job that a step has
-    # taken over must run.
-    _dropped: torch.Tensor = field(default_factory=_word)
+    def __init__(
+        self,
+        homes: list[AdamHome],
+        state_home: StateHome,
+        *,
+        images: list[torch.Tensor],
+        worker: Worker,
+        board: Flags,
+        take: Callable[[list[int]], HostArena],
+    ) -> None:
+        """``take``: gives RAM for spares."""
+        self._homes, self._state_home, self._images = homes, state_home, images
+        self._worker, self._board, self._take = worker, board, take
+        self.begun = self.taken_over = 0  # updates, so far
+        self.rest = 0  # steps that begin none
+        self._units: dict[int, _Unit] = {}
+        self._arenas: list[HostArena] = []
+        self._never: set[int] = set()  # units
+        self._before = 0, 0  # updates begun, and taken over, until the last step
+        self._were_offered = False  # to that step
+        # Says to jobs of this step that have not begun that nobody wants them. Each step has its own word: a job that a
+        # step has taken over must run.
+        self._dropped = _word()
 
-    def add(self, units: Sequence[Unit], arena: HostArena) -> None:
-        """Give these units spares, of ``arena``, which was made for them (`spare_bytes`)."""
+    # --- memory
+
+    def spare(self, elements: float, most_bytes: int) -> None:
+        """Backward brings the last units' gradients first: those get the memory, up to so many parameters in all."""
+        units, taken = list[Unit](), 0
+        for home in reversed(self._homes):
+            unit, size = home.unit, sum(regions_for(spare_bytes(home.unit)))
+            if unit.trained and not home.on_device and unit.index not in self._units:
+                elements, taken = elements - unit.state_count, taken + size
+                if elements < 0 or taken > most_bytes:
+                    break
+                units.append(unit)
+        if not units:
+            return
+        arena = self._take(regions_for(size for unit in units for size in spare_bytes(unit)))
+        self._arenas.append(arena)
         for unit in units:
             *parts, image = (arena.at(arena.allocate(size)) for size in spare_bytes(unit))
-            self.state_home.give_spare(unit, parts)
+            self._state_home.give_spare(unit, parts)
             self._units[unit.index] = _Unit(image)
 
-    def has(self, unit: Unit) -> bool:
-        """Whether the unit has a spare."""
-        return unit.index in self._units
+    @property
+    def units(self) -> list[Unit]:
+        """Those that have a spare."""
+        return [self._homes[index].unit for index in self._units]
 
     @property
-    def units(self) -> list[int]:
-        """The indices of units that have one."""
-        return list(self._units)
+    def spare_bytes(self) -> int:
+        """The RAM of all spares."""
+        return sum(arena.capacity_bytes for arena in self._arenas)
 
     def image(self, unit: Unit) -> torch.Tensor:
         """The unit's spare image."""
         return self._units[unit.index].image
 
-    @property
-    def abort(self) -> FlagValue:
-        """The flag by which `give_up` drops jobs that have not begun."""
-        return FlagValue(self._dropped.data_ptr(), 1, owner=self._dropped)
+    def stop(self) -> None:
+        """Give all spares up. The states of all units are up to date where they are shown."""
+        units = self.units
+        self._units.clear()
+        for unit in units:
+            self._homes[unit.index].taken = None
+            self._state_home.take_spare(unit)
+        while self._arenas:
+            self._arenas.pop().close()
 
-    def never(self, unit: Unit) -> None:
+    def forget(self) -> None:
+        """Release memory."""
+        self._units.clear()
+
+    # --- in backward
+
+    def never(self, home: AdamHome) -> None:
         """User code has got an array over memory of the unit, and may write there without our notice."""
-        self._never.add(unit.index)
+        self._never.add(home.unit.index)
+        home.ahead = None
 
     def wants(self, home: AdamHome, grads: GradHome, *, added: bool) -> bool:
         """Whether to begin the unit's update now. ``added``: its gradients were added to earlier ones.
@@ -151,18 +190,38 @@ class Ahead:
             and all(map(grads.has_norm, grads.present))
         )
 
-    def begins(self, home: AdamHome, begun: Begun) -> None:
-        """Note an update that the worker has got."""
-        home.ahead = begun
-        self.begun += 1
+    def begin(self, home: AdamHome, runs: list[Run], grads: GradHome, version: int) -> None:
+        """Queue the unit's update. ``version``: of its weights."""
+        unit, flags = home.unit, list[tuple[Flag, int]]()
+        states, spare = self._state_home.acquire(unit, home.whole), self._state_home.spare(unit)
+        image, abort = self._units[unit.index].image, FlagValue(self._dropped.data_ptr(), 1, owner=self._dropped)
+        for run in runs:
+            source, target = (
+                bound(run, Buffers(i, s, grads.flat()), wide=grads.is_wide, factor=None)
+                for i, s in ((self._images[unit.index], states), (image, spare))
+            )
+            if source is None or target is None:
+                break  # it has no elements, which is rare: nothing is worth beginning
+            flag, value = home.next_flag(run)
+            self._worker.submit(
+                target.made_from(source),
+                run.step,
+                # After what a step has asked for; and those first that the next forward needs first.
+                priority=len(self._homes) + unit.index,
+                ready=grads.arrived.at(grads.arrivals),
+                done=flag.at(value),
+                abort=abort,
+            )
+            home.gate.runs.append((flag, value))  # it reads weights, states and gradients
+            flags.append((flag, value))
+        self._state_home.release(states, dirty=False, after=home.gate)
+        home.ahead_flags = flags
+        if len(flags) == len(runs):
+            present, wide = frozenset(grads.present), grads.is_wide
+            home.ahead = Begun(runs, flags, spare, image, grads.flat(), present, wide, grads.arrivals, version)
+            self.begun += 1
 
-    def give_up(self, homes: Iterable[AdamHome]) -> None:
-        """Drop all that were begun, and begin none for some steps: gradients are clipped, and will be again."""
-        self.rest = _REST
-        flag_words.store(self._dropped.data_ptr(), 1)
-        self._dropped = _word()
-        for home in homes:
-            home.ahead = None  # its job may still run, and read the states
+    # --- in the step
 
     def step_begins(self) -> None:
         """The step is about to update units."""
@@ -171,6 +230,14 @@ class Ahead:
             self.rest = _REST  # all in vain: user code does something else with its gradients
         self._were_offered, self._before = self.begun > begun, (self.begun, self.taken_over)
         self.rest = max(0, self.rest - 1)
+
+    def give_up(self) -> None:
+        """Drop all that were begun, and begin none for some steps: gradients are clipped, and will be again."""
+        self.rest = _REST
+        flag_words.store(self._dropped.data_ptr(), 1)
+        self._dropped = _word()
+        for home in self._homes:
+            home.ahead = None  # its job may still run, and read the states
 
     def step_is_decided(self) -> None:
         """The step takes over what was begun, or has given it up."""
@@ -189,6 +256,53 @@ class Ahead:
             if unit.late == _LATE:
                 unit.late, unit.rest = 0, _LATE_REST
 
-    def forget(self) -> None:
-        """Release memory."""
-        self._units.clear()
+    def take_over(self, home: AdamHome, begun: Begun, grads: GradHome) -> None:
+        """Take what an update has made, or will have made: its states at once, its weights by copies, which begin when
+        ``grads.arrived`` says that nobody reads the old ones."""
+        self.taken_over += 1
+        unit, priority = home.unit, home.unit.index
+        for run, (made, value) in zip(begun.runs, begun.flags, strict=True):
+            source, target = (
+                bound(run, Buffers(image, begun.states, begun.grads), wide=begun.wide, factor=None)
+                for image in (begun.image, self._images[unit.index])
+            )
+            assert source is not None
+            assert target is not None
+            flag, next_value = home.next_flag(run)
+            copy = self._worker.copy(
+                WeightCopy(target.weight, source.weight),
+                priority=priority,
+                ready=made.at(value),
+                also=grads.arrived.at(grads.arrivals),
+                done=flag.at(next_value),
+                abort=self._board.aborted.at(1),
+                dropped=begun.dropped,
+            )
+            begun.copies.append(copy)
+            home.gate.runs.append((flag, next_value))
+        self._state_home.exchange(unit)
+        home.taken, home.ahead_flags = begun, []
+
+    # --- at the end
+
+    def mend(self) -> None:
+        """Give units the states of their weights, after the worker has ended: perhaps neither an update that the last
+        step took over nor the copy of its weights was done."""
+        for home in self._homes:
+            begun, home.taken = home.taken, None
+            if begun is None:
+                continue
+            self._state_home.exchange(home.unit)
+            states, image = self._state_home.acquire(home.unit, home.whole), self._images[home.unit.index]
+            for run, copy in zip(begun.runs, begun.copies, strict=False):
+                if copy in begun.dropped:
+                    continue
+                here, made = (
+                    bound(run, Buffers(image, each, begun.grads), wide=begun.wide, factor=None)
+                    for each in (states, begun.states)
+                )
+                assert here is not None
+                assert made is not None
+                for name in ("exp_avg", "exp_avg_sq", "master"):
+                    if (target := getattr(here, name)) is not None:
+                        target.copy_(getattr(made, name))

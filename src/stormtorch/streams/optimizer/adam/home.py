@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +14,11 @@ from ....memory.lanes.flags import Flag
 from ....memory.lanes.lane import Event
 from ....memory.pools.pool import Piece
 from ....native.update import AdamStep, AdamTensors
+from ...gradients.home import GradHome
 from ...units.chunks import Chunk, whole_of
 from ...units.unit import Place, Unit
 from ...weights.residency import HomeGate
+from .settings import adam_step
 from .state_home import SPLIT_DTYPE, States
 
 if TYPE_CHECKING:
@@ -61,6 +64,18 @@ class AdamHome:
     def on_device(self) -> bool:
         """Whether this unit is updated on the device."""
         return self.state is not AdamState.HOME
+
+    def next_flag(self, run: Run) -> tuple[Flag, int]:
+        """The flag for a job of ``run``, with its next value."""
+        number = self.unit.trained.index(run.first)
+        self.values[number] += 1
+        return self.flags[number], self.values[number]
+
+    def join_ahead(self) -> None:
+        """Block until no update ahead that no step took over runs any more."""
+        for flag, value in self.ahead_flags:
+            flag.wait(value)
+        self.ahead_flags = []
 
 
 @dataclass(eq=False)
@@ -118,6 +133,27 @@ def adjoin(last: Place, place: Place, wide: bool) -> bool:
             else last.grad_at + last.count * size == place.grad_at
         )
     )
+
+
+def runs_of(home: AdamHome, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> Iterator[Run]:
+    """The runs of an update of the unit's parameters that have a gradient and are in ``hyper`` (by index). Counts their
+    steps."""
+    run: Run | None = None
+    key: object = None
+    for number, place in enumerate(home.unit.trained):
+        if place.index not in grads.present or place.index not in hyper:
+            continue
+        home.steps[number] += 1
+        settings = hyper[place.index]
+        new_key = (id(settings), home.steps[number], place.dtype)
+        if run is not None and key == new_key and adjoin(run.last, place, grads.is_wide):
+            run.last = place
+            continue
+        if run is not None:
+            yield run
+        run, key = Run(place, place, adam_step(settings, home.steps[number])), new_key
+    if run is not None:
+        yield run
 
 
 @dataclass(frozen=True)

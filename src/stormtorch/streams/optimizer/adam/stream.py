@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 
 from ....core.errors import OutOfBudget, StormError
 from ....core.tags import Tag
-from ....memory.host.arena import HostArena, regions_for
+from ....memory.host.arena import HostArena
 from ....memory.lanes.build import Lanes
-from ....memory.lanes.flags import Flag, Flags
+from ....memory.lanes.flags import Flags
 from ....memory.lanes.lane import Event, Lane
 from ....memory.lanes.waits import WaitMeter
 from ....native.adamw import adamw_
-from ....native.update import WeightCopy
 from ....native.worker.jobs import UpdateMeter, Worker
 from ...bridge.lock import locked
 from ...bridge.torch_private import in_backward
@@ -38,12 +37,12 @@ from ...units.unit import Place, Unit
 from ...weights.residency import Residence, Stay
 from ..param_groups import ParamGroups
 from ..updater import MASTER, Conductor, Snapshot, Updater
-from .ahead import Ahead, Begun, spare_bytes
+from .ahead import Ahead
 from .clipping import Scaling
 from .device_states import DeviceStates
-from .home import AdamHome, Buffers, Run, Staged, Waiting, adjoin, bind, bound
+from .home import AdamHome, Buffers, Run, Staged, Waiting, bind, bound, runs_of
 from .masters import Masters
-from .settings import adam_step, refuse_unknown
+from .settings import refuse_unknown
 from .shown import AdamStates
 from .state_home import StateHome, States
 
@@ -76,17 +75,17 @@ class AdamStream(Updater):
         """``factors``: fp32 words in home memory for clip factors, used in turns. ``take``: RAM for updates ahead."""
         self.homes, self.state_home, self._images = homes, state_home, images
         self._worker, self._meter, self._board, self._lanes = worker, meter, board, lanes
+        self.ahead = Ahead(homes, state_home, images=images, worker=worker, board=board, take=take)
         self._schedule, self._parameters, self._gradients = schedule, schedule.weights, schedule.gradients
         self._factor_words = itertools.cycle(factors)
         residency = schedule.weights.residency
         self.there = DeviceStates(homes, state_home, lanes=lanes, residency=residency, waits=waits, poison=poison)
         self._masters, self.lock = Masters(homes, state_home, self), schedule.weights.lock
-        self._take, self._in_backward_mode = take, in_backward_mode
+        self._in_backward_mode = in_backward_mode
         self._kept = deque[torch.Tensor](maxlen=len(factors))  # on the device; the store lane reads them later
         self._factor: torch.Tensor | None = None
         self._device_factor: torch.Tensor | None = None
         self._scaling: Scaling | None = None  # by user code, gradient by gradient; there is no factor then
-        self.ahead, self._spares = Ahead(state_home), list[HostArena]()
 
     def states(self, groups: ParamGroups, access: Access, snapshot: Snapshot) -> AdamStates:
         return AdamStates(self.homes, self.state_home, self, self._masters, self._gradients, groups, access, snapshot)
@@ -140,7 +139,7 @@ class AdamStream(Updater):
             if not is_clipped:
                 self.forget_factor()  # updates ahead are right without it
         if is_clipped:
-            self.ahead.give_up(self.homes)
+            self.ahead.give_up()
         self.ahead.step_is_decided()
 
     def _settle_scaling(self) -> bool:
@@ -192,7 +191,7 @@ class AdamStream(Updater):
         residence = self._parameters.residences[grads.unit.index]
         if home.waiting is not None:
             self.finish(home.unit)  # the previous update, which no use of the unit has triggered yet
-        runs = list(self._runs(home, grads, hyper))
+        runs = list(runs_of(home, grads, hyper))
         self.ahead.step_asks(home)
         begun, home.ahead, home.taken = home.ahead, None, None
         if not runs:
@@ -205,14 +204,14 @@ class AdamStream(Updater):
             residence.updates += 1
             return
         if begun is not None and self._factor is None and begun.is_of(runs, grads, residence.version):
-            self._take_over(home, begun, grads, residence)
+            self.there.unstage(home)
+            self._after_loads(home, grads, residence)
+            self.ahead.take_over(home, begun, grads)
             self._parameters.changed(home.unit, by_step=True)
             return
         if home.kept is not None:
             self.there.let_go(home)
-        for flag, value in home.ahead_flags:
-            flag.wait(value)  # an update ahead that was dropped may still read what this one writes
-        home.ahead_flags = []
+        home.join_ahead()  # one that was dropped may still read what this update writes
         states = self.state_home.acquire(home.unit, home.whole)
         try:
             if self._factor is not None or states.ready:
@@ -247,40 +246,35 @@ class AdamStream(Updater):
 
     @property
     def spare_bytes(self) -> int:
-        return sum(arena.capacity_bytes for arena in self._spares)
+        return self.ahead.spare_bytes
 
     def spare(self, elements: float, most_bytes: int) -> None:
-        """Backward brings the last units' gradients first: those get the memory."""
-        units, taken = list[Unit](), 0
-        for home in reversed(self.homes):
-            unit, size = home.unit, sum(regions_for(spare_bytes(home.unit)))
-            if unit.trained and not home.on_device and not self.ahead.has(unit):
-                elements, taken = elements - unit.state_count, taken + size
-                if elements < 0 or taken > most_bytes:
-                    break
-                units.append(unit)
-        if units:
-            arena = self._take(regions_for(size for unit in units for size in spare_bytes(unit)))
-            self._spares.append(arena)
-            self.ahead.add(units, arena)
+        self.ahead.spare(elements, most_bytes)
 
     def pause_ahead(self, steps: int) -> None:
         self.ahead.rest = steps
 
     def stop_ahead(self) -> None:
-        units = [self.homes[index].unit for index in self.ahead.units]
-        for unit in units:
+        for unit in self.ahead.units:
             self.join_states(unit)
-        self.ahead.forget()
-        for unit in units:
-            self.homes[unit.index].taken = None
-            self.state_home.take_spare(unit)
-        while self._spares:
-            self._spares.pop().close()
+        self.ahead.stop()
 
     def never_ahead(self, unit: Unit) -> None:
-        self.ahead.never(unit)
-        self.homes[unit.index].ahead = None
+        self.ahead.never(self.homes[unit.index])
+
+    def begin_ahead(self, grads: GradHome, hyper: dict[int, dict[str, Any]], *, added: bool) -> None:
+        home = self.homes[grads.unit.index]
+        home.ahead = None  # of other gradients
+        if self.is_scaled() or grads.present - hyper.keys() or not self.ahead.wants(home, grads, added=added):
+            return
+        steps = list(home.steps)
+        try:
+            runs = list(runs_of(home, grads, hyper))
+        except (StormError, TypeError, ValueError, KeyError):
+            return  # settings that the step will refuse, if they are the same then
+        finally:
+            home.steps = steps  # the step counts
+        self.ahead.begin(home, runs, grads, self._parameters.residences[home.unit.index].version)
 
     def end(self) -> None:
         pending = self._worker.stats().pending
@@ -288,116 +282,16 @@ class AdamStream(Updater):
             self._worker.close()
         finally:
             if pending or self._board.is_aborted:
-                for home in self.homes:
-                    self._mend(home)
+                self.ahead.mend()
 
-    def _mend(self, home: AdamHome) -> None:
-        """Give a unit back the states of its weights: perhaps neither the update ahead that a step took over nor the
-        copy of its weights was done."""
-        begun, home.taken = home.taken, None
-        if begun is None:
-            return
-        self.state_home.exchange(home.unit)
-        old, image = self.state_home.acquire(home.unit, home.whole), self._images[home.unit.index]
-        for run, copy in zip(begun.runs, begun.copies, strict=False):
-            if copy not in begun.dropped:
-                here, made = (
-                    bound(run, Buffers(image, states, begun.grads), wide=begun.wide, factor=None)
-                    for states in (old, begun.states)
-                )
-                assert here is not None
-                assert made is not None
-                here.exp_avg.copy_(made.exp_avg)
-                here.exp_avg_sq.copy_(made.exp_avg_sq)
-                if here.master is not None and made.master is not None:
-                    here.master.copy_(made.master)
-
-    def begin_ahead(self, grads: GradHome, hyper: dict[int, dict[str, Any]], *, added: bool) -> None:
-        home = self.homes[grads.unit.index]
-        home.ahead = None  # of other gradients
-        if self.is_scaled() or not self.ahead.wants(home, grads, added=added):
-            return
-        steps = list(home.steps)
-        try:
-            runs = list(self._runs(home, grads, hyper))
-        except (StormError, TypeError, ValueError, KeyError):
-            return  # settings that the step will refuse, if they are the same then
-        finally:
-            home.steps = steps  # the step counts
-        if not runs or grads.present - hyper.keys():
-            return
-        unit, image = home.unit, self.ahead.image(home.unit)
-        states, spare = self.state_home.acquire(unit, home.whole), self.state_home.spare(unit)
-        old, new = (Buffers(i, s, grads.flat()) for i, s in ((self._images[unit.index], states), (image, spare)))
-        flags = []
-        for run in runs:
-            source, target = (bound(run, buffers, wide=grads.is_wide, factor=None) for buffers in (old, new))
-            if source is None or target is None:
-                break  # it has no elements, which is rare: nothing is worth beginning
-            flag, value = self._next_flag(home, run)
-            self._worker.submit(
-                target.made_from(source),
-                run.step,
-                # After what a step has asked for; and those first that the next forward needs first.
-                priority=len(self.homes) + unit.index,
-                ready=grads.arrived.at(grads.arrivals),
-                done=flag.at(value),
-                abort=self.ahead.abort,
-            )
-            home.gate.runs.append((flag, value))  # it reads weights, states and gradients
-            flags.append((flag, value))
-        self.state_home.release(states, dirty=False, after=home.gate)
-        home.ahead_flags = flags
-        if len(flags) < len(runs):
-            return
-        version = self._parameters.residences[unit.index].version
-        self.ahead.begins(
-            home,
-            Begun(
-                runs=runs,
-                flags=flags,
-                states=spare,
-                image=image,
-                grads=grads.flat(),
-                present=frozenset(grads.present),
-                wide=grads.is_wide,
-                arrivals=grads.arrivals,
-                version=version,
-            ),
-        )
-
-    def _take_over(self, home: AdamHome, begun: Begun, grads: GradHome, residence: Residence) -> None:
-        """Take what an update ahead has made, or will have made: its states at once, its weights by a copy."""
-        self.ahead.taken_over += 1
-        self.there.unstage(home)
-        self._after_loads(home, grads, residence)
-        unit, old = home.unit, Buffers(self._images[home.unit.index], begun.states, grads.flat())
-        new = Buffers(begun.image, begun.states, grads.flat())
-        for run, (made, value) in zip(begun.runs, begun.flags, strict=True):
-            source, target = (bound(run, buffers, wide=grads.is_wide, factor=None) for buffers in (new, old))
-            assert source is not None
-            assert target is not None
-            flag, next_value = self._next_flag(home, run)
-            copy = self._worker.copy(
-                WeightCopy(target.weight, source.weight),
-                priority=unit.index,
-                ready=made.at(value),
-                also=grads.arrived.at(grads.arrivals),
-                done=flag.at(next_value),
-                abort=self._board.aborted.at(1),
-                dropped=begun.dropped,
-            )
-            begun.copies.append(copy)
-            home.gate.runs.append((flag, next_value))
-        self.state_home.exchange(unit)
-        home.taken, home.ahead_flags = begun, []
+    # --- the worker's jobs
 
     def _submit(self, home: AdamHome, runs: list[Run], grads: GradHome, buffers: Buffers) -> None:
         for run in runs:
             tensors = bound(run, buffers, wide=grads.is_wide, factor=self._factor)
             if tensors is None:
                 continue  # the run has no elements
-            flag, value = self._next_flag(home, run)
+            flag, value = home.next_flag(run)
             self._worker.submit(
                 tensors,
                 run.step,
@@ -407,30 +301,6 @@ class AdamStream(Updater):
                 abort=self._board.aborted.at(1),
             )
             home.gate.runs.append((flag, value))
-
-    def _next_flag(self, home: AdamHome, run: Run) -> tuple[Flag, int]:
-        """The flag for a job of ``run``, with its next value."""
-        number = home.unit.trained.index(run.first)
-        home.values[number] += 1
-        return home.flags[number], home.values[number]
-
-    def _runs(self, home: AdamHome, grads: GradHome, hyper: dict[int, dict[str, Any]]) -> Iterator[Run]:
-        run: Run | None = None
-        key: object = None
-        for number, place in enumerate(home.unit.trained):
-            if place.index not in grads.present or place.index not in hyper:
-                continue
-            home.steps[number] += 1
-            settings = hyper[place.index]
-            new_key = (id(settings), home.steps[number], place.dtype)
-            if run is not None and key == new_key and adjoin(run.last, place, grads.is_wide):
-                run.last = place
-                continue
-            if run is not None:
-                yield run
-            run, key = Run(place, place, adam_step(settings, home.steps[number])), new_key
-        if run is not None:
-            yield run
 
     # --- waiting
 
@@ -500,7 +370,7 @@ class AdamStream(Updater):
             if not self.there.can_stage(home):
                 return False  # loading the weights has evicted states
             steps = list(home.steps)
-            runs = list(self._runs(home, grads, hyper))
+            runs = list(runs_of(home, grads, hyper))
             waiting = Waiting(runs, grads.is_wide, bucket, there=True, stored=None, ready=None, factor=None)
             try:
                 self._update_there(home, stay, waiting)
