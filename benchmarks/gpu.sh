@@ -11,6 +11,7 @@
 #   models[:CASE,...]  models of transformers and diffusers, each beside resident and FSDP2; CASE is MODEL[:SHAPE]
 #                      (not timed yet; a model and a shape should take 200 to 300 s: name one or two at a time)
 #   main, sizes        the training table's streamed cases; the same at 32 and 2 sequences   (60 s, 90 s)
+#   ahead              the clipped default once updates begin in backward, at 8 and 2 sequences (not timed yet)
 #   activations        the activations table's streamed cases                         (60 s)
 #   opening            what a session does while it is being opened, and a profile of it   (not timed yet)
 #   vocabulary         large vocabularies within small budgets                        (not timed yet)
@@ -74,6 +75,9 @@ run() {
       timeout 580 python3 -m benchmarks.models ${words//,/ } --commit "$commit" --out "$out/table-${1//[:,]/-}"
       ;;
     main) both main 180 benchmarks.training storm-backward storm-forward+clip --vram 14GiB --steps 10 --limit 60 ;;
+    ahead) # decided after 30 steps, judged after 50
+      timeout 300 python3 -m benchmarks.training resident+clip storm-forward+clip resident+clip@2 storm-forward+clip@2 --vram 14GiB --warm-steps 54 --steps 16 --limit 110 --commit "$commit" --out "$out/ahead"
+      ;;
     sizes) both large 180 benchmarks.training storm-backward@32 storm-forward@32 --vram 44GiB --steps 5 --limit 80 &&
       both small 90 benchmarks.training storm-backward@2 --vram 14GiB --steps 10 --limit 60 ;;
     activations) both activations 240 benchmarks.activations forward_backward --methods storm-auto storm-offload --vram 12.8GiB --limit 80 ;;
