@@ -11,6 +11,7 @@ code at weights or states before the step would have to take the update back."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -83,10 +84,6 @@ class _Unit:
     rest: int = 0  # steps that leave the unit out
 
 
-def _word() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device="cpu")
-
-
 class Ahead:
     """The units that have a spare, and the updates that were begun."""
 
@@ -112,7 +109,7 @@ class Ahead:
         self._were_offered = False  # to that step
         # Says to jobs of this step that have not begun that nobody wants them. Each step has its own word: a job that a
         # step has taken over must run.
-        self._dropped = _word()
+        self._dropped = ctypes.c_uint32()
 
     # --- memory
 
@@ -194,7 +191,7 @@ class Ahead:
         """Queue the unit's update. ``version``: of its weights."""
         unit, flags = home.unit, list[tuple[Flag, int]]()
         states, spare = self._state_home.acquire(unit, home.whole), self._state_home.spare(unit)
-        image, abort = self._units[unit.index].image, FlagValue(self._dropped.data_ptr(), 1, owner=self._dropped)
+        image, abort = self._units[unit.index].image, FlagValue(ctypes.addressof(self._dropped), 1, owner=self._dropped)
         for run in runs:
             source, target = (
                 bound(run, Buffers(i, s, grads.flat()), wide=grads.is_wide, factor=None)
@@ -234,15 +231,15 @@ class Ahead:
     def give_up(self) -> None:
         """Drop all that were begun, and begin none for some steps: gradients are clipped, and will be again."""
         self.rest = _REST
-        flag_words.store(self._dropped.data_ptr(), 1)
-        self._dropped = _word()
+        flag_words.store(ctypes.addressof(self._dropped), 1)
+        self._dropped = ctypes.c_uint32()
         for home in self._homes:
             home.ahead = None  # its job may still run, and read the states
 
     def step_is_decided(self) -> None:
         """The step takes over what was begun, or has given it up."""
         if self._were_offered:
-            self._dropped = _word()
+            self._dropped = ctypes.c_uint32()
 
     def step_asks(self, home: AdamHome) -> None:
         """The step updates the unit."""
