@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from stormtorch.core.errors import OutOfBudget
 from stormtorch.core.events import Span, What
 from stormtorch.observe.recorder import Recorder
 from stormtorch.planner.ahead import Sparing
+from stormtorch.session.api import Session
+from stormtorch.streams.settings import Settings, Trial
+
+from ..laws.counting import Counting
 
 GIB = 1 << 30
 
@@ -84,3 +91,52 @@ def test_the_steps_that_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_programs_have_the_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, Told(OutOfBudget("no", "room", "at", "all"))) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "decides"), [("auto", True), ("forward", True), ("backward", False), ("serial", False)]
+)
+def test_the_sessions_that_decide(step: str, decides: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with Counting() as meter:
+        settings = Settings(vram=1 << 20, device="cpu", step=step)
+        with Session(model, optimizer, settings, trial=Trial(meter=meter)) as session:
+            assert (session._parts.tuning._sparing is not None) == decides
+
+
+@pytest.mark.parametrize("gain", [0.0, 100.0], ids=["ends", "goes_on"])
+def test_a_whole_run(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first step to the verdict, with the numbers of plain PyTorch."""
+    changes = {"_AT": 5, "_LEAST_WAIT": -1.0, "_RECENT": 4, "_WITH": range(10, 13), "_WITHOUT": range(14, 17)}
+    for name, value in (changes | {"_GAIN": gain}).items():
+        monkeypatch.setattr(f"stormtorch.planner.ahead.{name}", value)
+    monkeypatch.setattr("stormtorch.streams.optimizer.adam.ahead._LATE", 10**6)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (plain, model)]
+    with Counting() as meter:
+        settings = Settings(vram=1 << 20, ram="1GiB", device="cpu")
+        with Session(model, optimizers[1], settings, trial=Trial(meter=meter)) as session:
+            adam = session._parts.adam
+            assert adam is not None
+            units = []
+            for number in range(20):
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
+                losses = []
+                for each, optimizer in zip((plain, model), optimizers, strict=True):
+                    losses.append(each(x).square().mean())
+                    losses[-1].backward()
+                    nn.utils.clip_grad_norm_(each.parameters(), 1e6)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert torch.equal(*losses)
+                units.append(adam.ahead_units)
+            assert units[3] == 0
+            assert units[8] > 0
+            assert bool(units[-1]) == (gain > 1)
+            assert adam.ahead.taken_over > 0
+            assert ("updated in backward" in str(session.plan.optimizer)) == (gain > 1)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, other)
