@@ -117,7 +117,7 @@ def _open(
     exchange: Exchange,
 ) -> Parts:
     ground, images = open_ground(model, optimizer, settings, trial, endings)
-    flags = (ground.board[index] for index in range(len(ground.board)))
+    flags = (ground.board[index] for index in range(ground.flags_taken, len(ground.board)))
     tuning = Tuning(
         ground.meter,
         ledger=ground.ledger,
@@ -185,7 +185,7 @@ def _open_streams(
         twins=GraphTwins(bytes_for_graph(0, ground.device)),
         enlarge=tuning.enlarge,
     )
-    parameters = ParameterStream(residency, lanes=ground.lanes, sink=ground.recorder, serial=serial)
+    parameters = ParameterStream(residency, lanes=ground.lanes, sink=ground.recorder, serial=serial, files=ground.files)
     memory = _open_memory(ground)
     gradients = GradientStream(
         [GradHome(r.unit, next(flags), ground.lanes, r.gate, memory) for r in residency.residences],

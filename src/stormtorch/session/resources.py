@@ -6,7 +6,7 @@ A model that does not fit is refused here, before it is touched. Then its weight
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,16 @@ from torch import nn
 from ..core.endings import Endings
 from ..core.errors import SettingError
 from ..core.plan import Division, Placement
-from ..core.sizes import as_setting, parse_bytes
+from ..core.sizes import as_setting, parse_bytes, round_up
 from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Ledger, open_ledger
 from ..memory.books.limits import usable_device
 from ..memory.cuda.allocator import expand_segments
 from ..memory.cuda.device_meter import DeviceMeter, device_meter_for
 from ..memory.cuda.idle_meter import IdleMeter, idle_meter_for
-from ..memory.host.arena import HostArena
+from ..memory.disk.mapped import Span, WeightFile
+from ..memory.disk.reading_thread import ReadingThread
+from ..memory.host.arena import PAGE, HostArena
 from ..memory.host.pinned import cannot_lock
 from ..memory.host.pinning import PageLock, page_lock_for
 from ..memory.lanes.build import Lanes, open_lanes
@@ -37,10 +39,12 @@ from ..streams.optimizer.adam.device_states import kept_bytes
 from ..streams.optimizer.adam.settings import runs_as_adam
 from ..streams.optimizer.torch_step import is_separable
 from ..streams.settings import Settings, Trial
+from ..streams.units.in_files import spans_of
 from ..streams.units.partition import Partition, partition
 from ..streams.units.placement import UNITS_IN_BUDGET, Cut, division, place, room_for
 from ..streams.units.sizes import Homes, homes_for
-from ..streams.units.unit import Unit
+from ..streams.units.unit import Place, Unit
+from ..streams.weights.from_files import Files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,8 @@ class Ground(Outline):
     waits: WaitMeter
     idle: IdleMeter | None  # None: there is no GPU to watch
     poison: Lane | None  # for tests: fills freed device memory with NaN
+    files: Files | None  # that have frozen weights; None: all weights have a home in RAM
+    flags_taken: int  # of the board's first ones
 
     @property
     def units(self) -> list[Unit]:
@@ -110,7 +116,8 @@ def outline(
     device = usable_device(settings.device)
     ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
-    cutting = _Cutting(model, settings, by_rows=optimizer is None)
+    spans = spans_of(model.parameters(), trained_too=optimizer is None) if settings.disk is not None else {}
+    cutting = _Cutting(model, settings, by_rows=optimizer is None, spans=spans)
     cut = cutting.cut(limit, ledger.free_bytes(Tier.DEVICE))
     kept = sum(kept_bytes(unit, wide=True) for unit in cut.partition.units[: trial.kept])
     if kept:
@@ -136,6 +143,8 @@ def outline(
         )
     in_backward = settings.step_mode.mode == "backward"
     homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam, in_backward=in_backward)
+    for unit in homes.in_files:
+        unit.stay_in_files()
     return Outline(
         device=device,
         ledger=ledger,
@@ -167,7 +176,7 @@ def open_ground(
         returning_bytes=moving.held_bytes,
     )
     endings.before_others(arena.close)
-    places = [arena.allocate(unit.image_bytes) for unit in units]
+    places = [arena.allocate(unit.home_bytes) for unit in units]
     images = [arena.at(there) for there in places]
 
     def move(region: int) -> None:
@@ -177,10 +186,15 @@ def open_ground(
 
     arena.fill(move)
     moving.say_what_is_held()
-    lanes = open_lanes(device, home=arena, ledger=ledger, sink=recorder, delay=trial.delay)
+    ring = _open_ring(homes, ledger, page_lock)
+    if ring is not None:
+        endings.before_others(ring.close)
+    copied = arena if ring is None or not arena.pinned else ring  # one of both that could not be locked, if any
+    lanes = open_lanes(device, home=copied, ledger=ledger, sink=recorder, delay=trial.delay)
     endings.before_others(lanes.close)
     board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)
     endings.before_others(board.close)
+    files = None if ring is None else _open_files(homes, ring, board, endings)
     poison = lanes.store if trial.poison else None
     pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, sink=recorder, poison=poison)
     endings.before_others(pool.close)
@@ -199,8 +213,41 @@ def open_ground(
         waits=WaitMeter(lanes.compute, recorder),
         idle=idle,
         poison=poison,
+        files=files,
+        flags_taken=0 if homes.reading is None else 2 * homes.reading.slots,
     )
     return ground, images
+
+
+def _open_ring(homes: Homes, ledger: Ledger, page_lock: PageLock | None) -> HostArena | None:
+    """RAM through which weights come from files; None if all have a home in RAM."""
+    if homes.reading is None:
+        return None
+    return HostArena([round_up(homes.reading.bytes, PAGE)], ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
+
+
+def _open_files(homes: Homes, arena: HostArena, board: Flags, endings: Endings) -> Files:
+    """Open the files that have weights, and the thread that reads them."""
+    opened: dict[str, WeightFile] = {}
+
+    def open_file(place: Place) -> WeightFile:
+        assert place.span is not None
+        if place.span.path not in opened:
+            opened[place.span.path] = file = WeightFile(place.span)
+            endings.after_others(file.close)
+        return opened[place.span.path]
+
+    assert homes.reading is not None
+    reader = ReadingThread()
+    endings.before_others(reader.close)
+    return Files(
+        homes.in_files,
+        open_file,
+        ring=arena.tensor((homes.reading.bytes,), torch.uint8, alignment=PAGE),
+        slot_bytes=homes.reading.slot_bytes,
+        flags=[board[index] for index in range(2 * homes.reading.slots)],
+        reader=reader,
+    )
 
 
 @dataclass(frozen=True)
@@ -210,6 +257,7 @@ class _Cutting:
     model: nn.Module
     settings: Settings
     by_rows: bool  # whether fused experts come by rows
+    spans: Mapping[int, Span]  # where files have parameters that may remain there, by id
 
     def parted(self, unit_bytes: int, *, by_rows: bool, small: bool = False) -> Partition:
         given = self.settings
@@ -220,6 +268,7 @@ class _Cutting:
             leave=given.leave,
             small=small,
             by_rows=by_rows,
+            spans=self.spans,
         )
 
     def cut(self, limit_bytes: int, free_bytes: int) -> Cut:

@@ -23,6 +23,7 @@ class Settings:
 
     vram: object = "auto"
     ram: object = "auto"
+    disk: object = None
     device: torch.device | str = "auto"
     activations: str = "auto"
     step: str = "auto"

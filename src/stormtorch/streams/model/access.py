@@ -92,7 +92,13 @@ class UserAccess:
 
     @locked
     def expose(self, place: Place, kind: str) -> None:
-        if not self.closed and kind != "past":
+        if self.closed or kind == "past":
+            return
+        if place.in_file and kind == "weight":
+            assert self._weights.files is not None
+            self._weights.files.expose(place)
+            self._weights.changed(place.unit, by_step=False)  # the next use loads it, and looks for writes
+        else:
             self.schedule.updater.never_ahead(place.unit)
 
     @locked

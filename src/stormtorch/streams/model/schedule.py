@@ -103,8 +103,14 @@ class Schedule:
 
     def end_pass(self) -> None:
         """That call returns to user code."""
+        self.check_reads()
         if self.witness is not None:
             self.witness.end()
+
+    def check_reads(self) -> None:
+        """Raise if weights could not be read from a file: results since then are not valid."""
+        if self.weights.files is not None:
+            self.weights.files.check()
 
     # --- a unit is used
 
@@ -133,6 +139,7 @@ class Schedule:
             self._waits.wait(stay.loaded, cause, residence.unit.index)
             stay.places.add(place)
             stay.waited = place, stay.loaded
+            self.check_reads()
         return stay
 
     def _is_in_use(self, residence: Residence) -> bool:
@@ -340,6 +347,7 @@ class Schedule:
     @locked
     def step(self) -> None:
         """Update every unit that has gradients, or queue its update."""
+        self.check_reads()
         self._tuner.before_step(self.gradients)
         self._update_all()
         self.end_step()

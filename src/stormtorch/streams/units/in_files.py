@@ -1,0 +1,67 @@
+"""Finds parameters that need no home in RAM, because a file has them: those that are mapped from one and not trained.
+
+Which units leave them there is a matter of RAM: `choose`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from ...core.notices import say_once
+from ...memory.disk.mapped import Mappings, Span, private_pages, stands_alone
+from ..bridge.torch_private import has_plain_storage
+from .unit import Unit, is_dense
+
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many
+
+
+def spans_of(parameters: Iterable[nn.Parameter], *, trained_too: bool) -> dict[int, Span]:
+    """Where files have these parameters, by id: those that are views of a mapped file which no code has written to.
+    ``trained_too``: no optimizer will write them, so also those that require gradients."""
+    mappings, files = Mappings(), dict[str, bool]()
+    found: dict[int, Span] = {}
+    for parameter in parameters:
+        if parameter.requires_grad and not trained_too:
+            continue
+        span = _span(parameter, mappings)
+        if span is not None and files.setdefault(span.path, stands_alone(span.path)):
+            found[id(parameter)] = span
+    return found
+
+
+def _span(parameter: nn.Parameter, mappings: Mappings) -> Span | None:
+    if type(parameter) is not nn.Parameter or parameter.device.type != "cpu" or not parameter.numel():
+        return None
+    if not has_plain_storage(parameter) or not is_dense(parameter):
+        return None
+    address = parameter.data_ptr()
+    span = mappings.span(address, parameter.nbytes)
+    if span is None:
+        return None
+    try:
+        is_written = any(True for _ in private_pages(address, parameter.nbytes))
+    except OSError as error:
+        say_once(
+            f"Frozen weights get a home in RAM: this system does not tell whether mapped memory was written ({error}).",
+            key="no page table",
+        )
+        return None
+    return None if is_written else span
+
+
+def choose(units: Sequence[Unit], fits: Callable[[Sequence[Unit]], bool]) -> list[Unit]:
+    """The fewest units whose frozen weights stay in files so that the rest ``fits``, evenly spread over the model; all
+    that have some, if nothing fits."""
+    some = [unit for unit in units if unit.file_at < unit.image_bytes]
+    if not some or fits([]):
+        return []
+    spread = sorted(range(len(some)), key=lambda number: number * _GOLDEN % 1)
+    least, most = 1, len(some)
+    while least < most:
+        middle = (least + most) // 2
+        if fits([some[number] for number in spread[:middle]]):
+            most = middle
+        else:
+            least = middle + 1
+    return [some[number] for number in sorted(spread[:most])]

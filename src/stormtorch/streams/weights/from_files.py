@@ -1,0 +1,237 @@
+"""Loads frozen weights from the model's own files, through a small ring of page-locked RAM.
+
+A unit's bytes are read slot by slot: direct I/O takes whole blocks, so a read covers the tensors that are neighbours
+in the file, and the load lane copies from the slot to each one's place in the device copy. A slot has two flags.
+``loaded`` is written by the thread that has read, and the lane waits for it; ``released`` is written by the lane behind
+its copies, and the slot's next read waits for it. The host asks for the reads and enqueues the rest; it waits for none
+of this.
+
+A read that fails, and a file that was changed, are errors: `Files.check` raises them before results are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ...core.errors import StormError
+from ...core.sizes import KiB, round_down, round_up
+from ...core.tags import Tag
+from ...memory.disk.mapped import WeightFile
+from ...memory.lanes.flags import Flag
+from ...memory.lanes.lane import Lane
+from ...native.worker.jobs import FlagValue
+from ..units.unit import Place, Unit
+
+_GAP = 64 * KiB  # bytes between two tensors that are read with them, because another read would take longer
+
+
+class Reader(Protocol):
+    """Threads that read files."""
+
+    def read(
+        self,
+        number: int,
+        offset: int,
+        target: torch.Tensor,
+        *,
+        priority: int,
+        ready: FlagValue | None,
+        also: FlagValue | None,
+        done: FlagValue | None,
+        abort: FlagValue | None,
+    ) -> int:
+        """Fill ``target`` from ``offset`` of the descriptor ``number`` once ``ready`` and ``also`` are reached.
+
+        ``done`` is written in any case. A read that fails writes ``abort`` first."""
+
+    def failure(self) -> StormError | None:
+        """The first read that has failed."""
+
+    def close(self) -> object:
+        """End the threads; reads that have not begun are abandoned."""
+
+
+class Copy(NamedTuple):
+    """Bytes of a slot, and where they belong in the unit's image."""
+
+    source: int
+    target: int
+    size: int
+
+
+class Read(NamedTuple):
+    """One read: at most a slot."""
+
+    file: WeightFile
+    number: int  # the descriptor
+    offset: int
+    size: int
+    copies: list[Copy]
+
+
+class _Part(NamedTuple):
+    """Bytes of a file, and where they belong in the unit's image."""
+
+    file: WeightFile
+    offset: int
+    size: int
+    target: int
+
+
+class Slot:
+    """A part of the ring; ``uses`` counts its reads."""
+
+    __slots__ = ("bytes", "loaded", "released", "uses")
+
+    def __init__(self, memory: torch.Tensor, loaded: Flag, released: Flag) -> None:
+        self.bytes, self.loaded, self.released, self.uses = memory, loaded, released, 0
+
+
+class Files:
+    """The files of a model, and the ring through which its units' frozen weights come."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        open_file: Callable[[Place], WeightFile],
+        *,
+        ring: torch.Tensor,
+        slot_bytes: int,
+        flags: Sequence[Flag],
+        reader: Reader,
+    ) -> None:
+        """``units``: those that have weights in files; ``open_file`` gives the file of a place. ``flags``: two for each
+        slot of ``ring``, whose memory starts at a page."""
+        self._reader, self._slot_bytes, self._next = reader, slot_bytes, 0
+        parts, pairs = ring.split(slot_bytes), zip(flags[::2], flags[1::2], strict=True)
+        self._slots = [Slot(part, *pair) for part, pair in zip(parts, pairs, strict=True)]
+        self._board = flags[0].board
+        self._parts = {
+            unit.index: [
+                _Part(open_file(place), place.span.offset, place.span.size, place.at)
+                for place in unit.places
+                if place.span is not None
+            ]
+            for unit in units
+        }
+        self._whole = {index: list(self._reads(parts)) for index, parts in self._parts.items()}
+        self._of_unit = {
+            index: list({id(part.file): part.file for part in parts}.values()) for index, parts in self._parts.items()
+        }
+        self._exposed: dict[int, list[Place]] = {}  # by unit: of which user code has got an array
+        self.read_bytes = 0  # asked for so far, with the rest of each block
+
+    def has(self, unit: Unit) -> bool:
+        """Whether a part of the unit is in files."""
+        return unit.index in self._parts
+
+    def load(
+        self, unit: Unit, target: torch.Tensor, lane: Lane, spans: Iterable[tuple[int, int]] | None = None
+    ) -> None:
+        """Bring the unit's weights to ``target``, its device copy. ``spans``: of the image; None: all that files
+        have."""
+        reads = self._whole[unit.index] if spans is None else list(self._reads(self._inside(unit, spans)))
+        for read in reads:
+            slot = self._slots[self._next]
+            self._next = (self._next + 1) % len(self._slots)
+            slot.uses += 1
+            before = slot.released.at(slot.uses - 1) if slot.uses > 1 else None
+            done, abort = slot.loaded.at(slot.uses), self._board.aborted.at(1)
+            try:
+                memory = slot.bytes[: read.size]
+                self._reader.read(
+                    read.number, read.offset, memory, priority=0, ready=before, also=None, done=done, abort=abort
+                )
+                self.read_bytes += read.size
+                lane.wait_flag(slot.loaded, slot.uses)
+                for source, to, size in read.copies:
+                    lane.copy(target[to : to + size], memory[source : source + size], Tag.PARAMETERS, unit.index)
+            finally:  # else the slot's next read would wait for ever
+                lane.write_flag(slot.released, slot.uses)
+
+    def check(self, unit: Unit | None = None) -> None:
+        """Raise if a read has failed. ``unit``: also if one of its files was changed, or one of its weights was written
+        through an array."""
+        failure = self._reader.failure()
+        if failure is not None:
+            self._board.abort(failure)
+            raise failure.with_traceback(None)
+        if unit is None:
+            return
+        for file in self._of_unit[unit.index]:
+            file.check()
+        for place in self._exposed.get(unit.index, ()):
+            self._check_written(place)
+
+    def check_all(self) -> None:
+        """Raise if a read has failed, or a file was changed."""
+        self.check()
+        for file in {id(file): file for files in self._of_unit.values() for file in files}.values():
+            file.check(content=True)
+
+    def expose(self, place: Place) -> None:
+        """User code gets the address of a weight's memory, through which it may write without our notice."""
+        exposed = self._exposed.setdefault(place.unit.index, [])
+        if place not in exposed:
+            exposed.append(place)
+
+    def _check_written(self, place: Place) -> None:
+        part = next(part for part in self._parts[place.unit.index] if part.target == place.at)
+        address = torch.Tensor.data_ptr(place.parameter)
+        if not part.file.is_shown(address, part.offset, part.size):
+            raise StormError(
+                f"Cannot go on: {place.name!r} is read from {part.file.path}, and was written through an array or an "
+                "address of its memory. Raise ram= so that it gets a home in RAM, or do not write it."
+            )
+
+    def file_of(self, place: Place) -> WeightFile:
+        """The file that has this weight."""
+        return next(part.file for part in self._parts[place.unit.index] if part.target == place.at)
+
+    def _inside(self, unit: Unit, spans: Iterable[tuple[int, int]]) -> Iterator[_Part]:
+        for first, last in spans:
+            for file, offset, size, target in self._parts[unit.index]:
+                start, end = max(first, target), min(last, target + size)
+                if start < end:
+                    yield _Part(file, offset + start - target, end - start, start)
+
+    def _reads(self, parts: Iterable[_Part]) -> Iterator[Read]:
+        """Reads that bring these parts: neighbours together, a slot at most."""
+        ordered = sorted(parts, key=lambda part: (str(part.file.path), part.offset))
+        while ordered:
+            file, end, count = ordered[0].file, ordered[0].offset, 0
+            for part in ordered:
+                if part.file is not file or part.offset - end > _GAP:
+                    break
+                end, count = max(end, part.offset + part.size), count + 1
+            run, ordered = ordered[:count], ordered[count:]
+            yield from self._run(file, run, run[0].offset, end)
+
+    def _run(self, file: WeightFile, parts: Sequence[_Part], start: int, end: int) -> Iterator[Read]:
+        unit = file.direct.alignment
+        first, direct_end = round_down(start, unit), min(round_up(end, unit), file.whole_bytes)
+        for at in range(first, direct_end, self._slot_bytes):
+            size = min(self._slot_bytes, direct_end - at)
+            if copies := _copies(parts, at, size):
+                yield Read(file, file.direct.number, at, size, copies)
+        if end > direct_end:  # within the file's last block
+            at = max(direct_end, start)
+            yield Read(file, file.plain.number, at, end - at, _copies(parts, at, end - at))
+
+
+def _copies(parts: Iterable[_Part], at: int, size: int) -> list[Copy]:
+    """What to copy from a read of ``size`` bytes at ``at``; tensors that are neighbours on both sides at once."""
+    found: list[Copy] = []
+    for _, offset, count, target in parts:
+        start, end = max(at, offset), min(at + size, offset + count)
+        if start >= end:
+            continue
+        copy = Copy(start - at, target + start - offset, end - start)
+        last = found[-1] if found else None
+        if last is not None and (last.source + last.size, last.target + last.size) == (copy.source, copy.target):
+            found[-1] = Copy(last.source, last.target, last.size + copy.size)
+        else:
+            found.append(copy)
+    return found
