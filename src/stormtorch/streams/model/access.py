@@ -97,7 +97,6 @@ class UserAccess:
         if place.in_file and kind == "weight":
             assert self._weights.files is not None
             self._weights.files.expose(place)
-            self._weights.changed(place.unit, by_step=False)  # the next use loads it, and looks for writes
         else:
             self.schedule.updater.never_ahead(place.unit)
 

@@ -92,6 +92,8 @@ class Schedule:
         """User code calls the model, or ``module`` alone (not ``whole``); ``training``: gradients may follow."""
         if self.unwritten is not None and module is not None and self.unwritten.check(module):
             self.unwritten = None
+        if self.weights.files is not None:
+            self.weights.files.check_exposed()
         if whole:
             self._begin_order(training)
         if self.witness is not None:

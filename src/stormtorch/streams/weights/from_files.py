@@ -22,6 +22,7 @@ from ...memory.disk.mapped import WeightFile
 from ...memory.lanes.flags import Flag
 from ...memory.lanes.lane import Lane
 from ...native.worker.jobs import FlagValue
+from ..bridge.torch_private import without_torch_function
 from ..units.unit import Place, Unit
 
 _GAP = 64 * KiB  # bytes between two tensors that are read with them, because another read would take longer
@@ -120,7 +121,7 @@ class Files:
         self._of_unit = {
             index: list({id(part.file): part.file for part in parts}.values()) for index, parts in self._parts.items()
         }
-        self._exposed: dict[int, list[Place]] = {}  # by unit: of which user code has got an array
+        self._exposed: dict[int, Place] = {}  # by id: those of which user code has got an array
         self.read_bytes = 0  # asked for so far, with the rest of each block
 
     def has(self, unit: Unit) -> bool:
@@ -152,18 +153,13 @@ class Files:
                 lane.write_flag(slot.released, slot.uses)
 
     def check(self, unit: Unit | None = None) -> None:
-        """Raise if a read has failed. ``unit``: also if one of its files was changed, or one of its weights was written
-        through an array."""
+        """Raise if a read has failed. ``unit``: also if one of its files was changed."""
         failure = self._reader.failure()
         if failure is not None:
             self._board.abort(failure)
             raise failure.with_traceback(None)
-        if unit is None:
-            return
-        for file in self._of_unit[unit.index]:
+        for file in self._of_unit[unit.index] if unit is not None else ():
             file.check()
-        for place in self._exposed.get(unit.index, ()):
-            self._check_written(place)
 
     def check_all(self) -> None:
         """Raise if a read has failed, or a file was changed."""
@@ -173,18 +169,19 @@ class Files:
 
     def expose(self, place: Place) -> None:
         """User code gets the address of a weight's memory, through which it may write without our notice."""
-        exposed = self._exposed.setdefault(place.unit.index, [])
-        if place not in exposed:
-            exposed.append(place)
+        self._exposed[id(place)] = place
 
-    def _check_written(self, place: Place) -> None:
-        part = next(part for part in self._parts[place.unit.index] if part.target == place.at)
-        address = torch.Tensor.data_ptr(place.parameter)
-        if not part.file.is_shown(address, part.offset, part.size):
-            raise StormError(
-                f"Cannot go on: {place.name!r} is read from {part.file.path}, and was written through an array or an "
-                "address of its memory. Raise ram= so that it gets a home in RAM, or do not write it."
-            )
+    def check_exposed(self) -> None:
+        """Raise if user code has written a weight in such a way."""
+        for place in self._exposed.values():
+            part = next(part for part in self._parts[place.unit.index] if part.target == place.at)
+            with without_torch_function():
+                address = place.parameter.data_ptr()
+            if not part.file.is_shown(address, part.offset, part.size):
+                raise StormError(
+                    f"Cannot go on: {place.name!r} is read from {part.file.path}, and was written through an array or "
+                    "an address of its memory. Raise ram= so that it gets a home in RAM, or do not write it."
+                )
 
     def file_of(self, place: Place) -> WeightFile:
         """The file that has this weight."""
