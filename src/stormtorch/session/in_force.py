@@ -46,7 +46,11 @@ def _units(parts: Parts, *, all_resident: bool) -> tuple[UnitPlan, ...]:
         index, states = unit.index, 8 * unit.state_count + unit.master_bytes
         return UnitPlan(
             name=unit.name,
-            weights=_part(unit.image_bytes, all_resident or index in weights_kept),
+            weights=Part(
+                bytes=unit.image_bytes,
+                home=Tier.HOST if unit.home_bytes == unit.image_bytes else Tier.DISK,
+                resident=all_resident or index in weights_kept,
+            ),
             gradients=_part(memory.home_bytes_of(unit), index in kept) if unit.trained else None,
             states=_part(states, index in kept) if unit.trained and updater.keeps_states else None,
         )

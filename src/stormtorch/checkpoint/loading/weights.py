@@ -70,8 +70,9 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
     touched = {id(names.tensors[mine]) for name in wanted for mine in places[name]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in touched]
     durable = durable_of(model)
+    fixed = durable.spans({name: wanted[known] for known, name in chosen.items()}) if durable else {}
     with torch.no_grad(), durable.rewriting(parameters, with_states=False) if durable else contextlib.nullcontext():
-        run_all(reading(path, headers, targets, sums))
+        run_all(reading(path, headers, targets, sums, fixed))
         for name, tensor in wanted.items():
             for other in places[name][1:]:
                 plain(names.tensors[other]).copy_(plain(tensor))

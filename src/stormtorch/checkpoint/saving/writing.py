@@ -103,7 +103,11 @@ class Writing:
             writer.write(file.header)
             for piece in file.pieces:
                 with self._still.lend(piece) as tensor:
-                    writer.write(bytes_of(tensor.to("cpu").resolve_conj().resolve_neg().contiguous()))
+                    if piece.in_file is None:
+                        writer.write(bytes_of(tensor.to("cpu").resolve_conj().resolve_neg().contiguous()))
+                    else:
+                        for part in piece.in_file():
+                            writer.write(part)
             records[file.name] = writer.finish()
 
 

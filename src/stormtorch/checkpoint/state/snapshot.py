@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,11 +29,13 @@ class Released(Exception):
 class Piece:
     """One tensor of a save. ``unit``: the index of the unit that holds it; None: it is not streamed.
 
-    ``frozen``: no optimizer step changes it."""
+    ``frozen``: no optimizer step changes it. ``in_file``: nothing changes it: the bytes of a file, to be read part by
+    part."""
 
     tensor: torch.Tensor
     unit: int | None = None
     frozen: bool = False
+    in_file: Callable[[], Iterator[bytes]] | None = None
     state: str = "waiting"  # "lent", "copying", "copied" or "done"
     charge: Reservation | None = field(default=None, repr=False)  # of RAM for copies; the last piece to go ends it
 
@@ -75,7 +77,8 @@ class Still:
             return
         for key, group in list(self._pieces.items()):
             if unit in (None, key):
-                self._copy_or_wait([piece for piece in group if not (by_step and piece.frozen)])
+                fixed = [piece for piece in group if piece.in_file is not None or (by_step and piece.frozen)]
+                self._copy_or_wait([piece for piece in group if piece not in fixed])
 
     def _copy_or_wait(self, group: list[Piece]) -> None:
         waiting = [piece for piece in group if piece.state == "waiting"]
