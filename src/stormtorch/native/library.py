@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 11  # STORM_ABI in csrc/storm.h
+ABI = 12  # STORM_ABI in csrc/storm.h
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -45,7 +45,28 @@ class FlagWord(ctypes.Structure):
 class PoolStats(ctypes.Structure):
     """``storm_pool_stats`` of csrc/storm.h."""
 
-    _fields_ = (("busy_s", ctypes.c_double), *_all(ctypes.c_int64, "elements finished abandoned pending"))
+    _fields_ = (
+        ("busy_s", ctypes.c_double),
+        *_all(ctypes.c_int64, "elements finished abandoned pending"),
+        ("file_s", ctypes.c_double),
+        *_all(ctypes.c_int64, "read_bytes written_bytes"),
+    )
+
+
+class FilePart(ctypes.Structure):
+    """``storm_file_part`` of csrc/storm.h."""
+
+    _fields_ = (
+        *_all(ctypes.c_int64, "fd offset bytes unit"),
+        ("target", ctypes.c_void_p),
+        ("written", FlagWord),
+    )
+
+
+class FileFailure(ctypes.Structure):
+    """``storm_file_failure`` of csrc/storm.h."""
+
+    _fields_ = _all(ctypes.c_int64, "error fd offset bytes got write")
 
 
 class SamplerCounts(ctypes.Structure):
@@ -74,6 +95,13 @@ _SIGNATURES = {
     "storm_pool_open": (_I32, (ctypes.POINTER(_I32), _I32, _I32, _I32, ctypes.POINTER(_P))),
     "storm_pool_submit": (_I32, (_P, ctypes.POINTER(Update), _I64, _I32, FlagWord, FlagWord, FlagWord, FlagWord)),
     "storm_pool_reap": (_I64, (_P, ctypes.POINTER(_I64), _I64)),
+    "storm_pool_submit_file": (
+        _I32,
+        (_P, ctypes.POINTER(FilePart), _P, _I64, _I64, _I32, FlagWord, FlagWord, FlagWord, FlagWord),
+    ),
+    "storm_pool_lend": (None, (_P, _P, _I64)),
+    "storm_pool_replace": (None, (_P, _P, _P)),
+    "storm_pool_read_failure": (None, (_P, ctypes.POINTER(FileFailure))),
     "storm_pool_read_stats": (None, (_P, ctypes.POINTER(PoolStats))),
     "storm_pool_stop": (_I64, (_P,)),
     "storm_pool_free": (None, (_P,)),

@@ -197,6 +197,53 @@ class AdamTensors:
                     tensor.view(-1)[first:last].copy_(getattr(self.source, name).view(-1)[first:last])
 
 
+_MASTERS = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileTensors:
+    """The tensors of one update whose states lie in a part of a file: ``master`` and both moments are byte offsets of
+    that part."""
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: int
+    exp_avg_sq: int
+    master: int | None
+    grad_factor: torch.Tensor | None = None
+
+    def inside(self, memory: torch.Tensor) -> AdamTensors:
+        """With states in ``memory``: the bytes of the part, from its beginning on. Checks all tensors."""
+        count, dtype = self.weight.numel(), _MASTERS.get(self.weight.dtype)
+
+        def states(at: int, dtype: torch.dtype) -> torch.Tensor:
+            return memory[at : at + count * dtype.itemsize].view(dtype)
+
+        return AdamTensors(
+            weight=self.weight,
+            master=None if self.master is None or dtype is None else states(self.master, dtype),
+            exp_avg=states(self.exp_avg, torch.float32),
+            exp_avg_sq=states(self.exp_avg_sq, torch.float32),
+            grad=self.grad,
+            grad_factor=self.grad_factor,
+        )
+
+    def bind(self, scalars: Scalars) -> Update:
+        """The C form, which is not checked again. It holds addresses only: the tensors must outlive its use."""
+        return Update(
+            weight=self.weight.data_ptr(),
+            master=self.master,
+            exp_avg=self.exp_avg,
+            exp_avg_sq=self.exp_avg_sq,
+            grad=self.grad.data_ptr(),
+            grad_factor=None if self.grad_factor is None else self.grad_factor.data_ptr(),
+            count=self.weight.numel(),
+            weight_kind=_WEIGHT_KINDS[self.weight.dtype, _MASTERS.get(self.weight.dtype)],
+            grad_kind=_GRAD_KINDS[self.grad.dtype],
+            scalars=scalars,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class WeightCopy:
     """A copy of weights, of ``source`` to ``weight``: contiguous tensors on the CPU, of one size and dtype."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.errors import StorageError
-from ...native.rows.jobs import Move, read_at, write_at
+from ...native.moves import Move, read_at, write_at
 from ..books import limits
 
 ELSEWHERE = "or name a directory on another disk."

@@ -71,8 +71,8 @@ struct storm_rows {
     pthread_mutex_t lock; /* guards everything below */
     pthread_cond_t work;  /* there is something to take, or to stop for */
     pthread_cond_t over;  /* some job is over */
-    storm_rows_read *read; /* pread and pwrite, but in tests */
-    storm_rows_write *write;
+    storm_read *read; /* pread and pwrite, but in tests */
+    storm_write *write;
     pthread_t *threads;
     int32_t thread_count;
     job *first, **last; /* jobs with pieces that no thread has taken, oldest first */
@@ -392,7 +392,7 @@ int32_t storm_rows_open(int32_t threads, int64_t stage_bytes, storm_rows **opene
     return 0;
 }
 
-void storm_rows_replace(storm_rows *rows, storm_rows_read *read, storm_rows_write *write) {
+void storm_rows_replace(storm_rows *rows, storm_read *read, storm_write *write) {
     rows->read = read;
     rows->write = write;
 }

@@ -12,7 +12,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 11u
+#define STORM_ABI 12u
 
 typedef struct storm_pool storm_pool;
 
@@ -29,7 +29,26 @@ typedef struct {
     int64_t finished;  /* jobs updated entirely */
     int64_t abandoned; /* jobs dropped before they began, by stop or by their abort flag */
     int64_t pending;   /* jobs queued or running */
+    double file_s;     /* thread-seconds spent in reads and writes of files */
+    int64_t read_bytes, written_bytes;
 } storm_pool_stats;
+
+typedef ssize_t storm_read(int fd, void *target, size_t bytes, off_t offset);
+typedef ssize_t storm_write(int fd, const void *target, size_t bytes, off_t offset);
+
+/* The part of a job that lies in a file: `bytes` from `offset` on. `unit`: offsets after a short count are multiples of
+ * it, as direct I/O needs. Without updates the bytes are read to `target`. With updates they are read to the memory that
+ * the pool has for each thread, updated there, and written back; `written` follows when they are in the file. */
+typedef struct {
+    int64_t fd, offset, bytes, unit;
+    void *target;
+    storm_flag written;
+} storm_file_part;
+
+/* The first access to a file that failed: an errno, or ENODATA where no call moves more. errno 0: none has failed. */
+typedef struct {
+    int64_t error, fd, offset, bytes, got, write;
+} storm_file_failure;
 
 STORM_API uint32_t storm_abi(void);
 STORM_API size_t storm_update_size(void);
@@ -53,6 +72,17 @@ STORM_API int32_t storm_pool_open(const int32_t *cores, int32_t core_count, int3
  * begun. */
 STORM_API int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t ticket, int32_t priority,
                                     storm_flag ready, storm_flag also, storm_flag done, storm_flag abort);
+/* Queues a job with a file. In `updates`, `master` and both moments are offsets from the beginning of the part. `done` is
+ * written when all updates are, before their states are in the file. If an access fails, the word of `abort` is written
+ * before any other. */
+STORM_API int32_t storm_pool_submit_file(storm_pool *pool, const storm_file_part *part, const storm_update *updates,
+                                         int64_t count, int64_t ticket, int32_t priority, storm_flag ready,
+                                         storm_flag also, storm_flag done, storm_flag abort);
+/* Memory for parts of files, `bytes` for each thread; before the first such job, until the pool has stopped. */
+STORM_API void storm_pool_lend(storm_pool *pool, void *memory, int64_t bytes);
+/* Puts other functions in the place of pread and pwrite, with which a test makes a disk fail. Before the first job. */
+STORM_API void storm_pool_replace(storm_pool *pool, storm_read *read, storm_write *write);
+STORM_API void storm_pool_read_failure(storm_pool *pool, storm_file_failure *failure);
 /* Moves up to `capacity` tickets of jobs that are over into `tickets`, those of abandoned ones negative; returns how
  * many. */
 STORM_API int64_t storm_pool_reap(storm_pool *pool, int64_t *tickets, int64_t capacity);
@@ -109,9 +139,6 @@ typedef struct {
     int64_t piece, got, begin_ns, end_ns;
 } storm_rows_outcome;
 
-typedef ssize_t storm_rows_read(int fd, void *target, size_t bytes, off_t offset);
-typedef ssize_t storm_rows_write(int fd, const void *target, size_t bytes, off_t offset);
-
 /* Threads that read and write files and copy memory; see rows.c. */
 /* Maps the first `bytes` of a file to copy from. From the first call on, this library looks at SIGBUS first. */
 STORM_API int32_t storm_rows_map(int32_t fd, size_t bytes, void **address);
@@ -120,7 +147,7 @@ STORM_API void storm_rows_unmap(void *address, size_t bytes);
 /* `stage_bytes`: files are read through memory of each thread's own, so many bytes at once, a multiple of 4096; 0: not. */
 STORM_API int32_t storm_rows_open(int32_t threads, int64_t stage_bytes, storm_rows **rows);
 /* Puts other functions in the place of pread and pwrite, with which a test makes a disk fail. Before the first job. */
-STORM_API void storm_rows_replace(storm_rows *rows, storm_rows_read *read, storm_rows_write *write);
+STORM_API void storm_rows_replace(storm_rows *rows, storm_read *read, storm_write *write);
 /* Queues a job. `write`: each piece goes from `target` to `source` of its file. `unit`: after a short count a piece goes
  * on at a multiple of it: 1, or what direct I/O needs. `pieces`, unchanged, and the memory, the
  * descriptors and `outcome` must live until the outcome is not PENDING any more, or until stop has returned. */

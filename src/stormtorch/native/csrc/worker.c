@@ -1,4 +1,4 @@
-/* Threads that run updates as their gradients arrive.
+/* Threads that run updates as their gradients arrive, and move the parts of files that go with them.
  *
  * A job waits for its ready flag, a word in pinned memory that a GPU writes and that no signal announces. When it is
  * ready it competes by (priority, order of submission), lowest first. All threads work on the best ready job, chunk by
@@ -20,6 +20,11 @@
  * The code that aborts sets that flag before it lets anything pass; we look at it last, after the ready flag and just
  * before the first chunk, so that a gradient made of nothing is never used.
  *
+ * A job with a file is one thread's from beginning to end: it reads, updates in memory of its own, tells that the update
+ * is done, and writes back. So one thread reads while another updates and a third writes, without a plan of who does what when,
+ * and there is as much memory as threads. Such jobs have a pool of their own: its threads sleep in the kernel most of the
+ * time.
+ *
  * Roads not taken. One job per thread: the first result comes threads-times later, and the tail of a step runs on one
  * core. Lock-free queues: a lock per 0.1 ms chunk does not show. An eventfd or a futex instead of polling: a GPU can only
  * write memory. OpenMP: its runtime clashes with torch's, and launchers set it to one thread. */
@@ -31,22 +36,29 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/prctl.h>
+#include <unistd.h>
 
 #include "clock.h"
 #include "flags.h"
 #include "storm.h"
 
 #define POLL_NS 20000
+#define BLOCK ((int64_t)8 << 20) /* bytes of a file that one call moves */
+#define STALLS 8                 /* calls that get no further, before an access is given up */
 
 typedef struct {
-    storm_update update;
+    storm_update update; /* the first one */
     storm_kernel *kernel;
+    storm_file_part part; /* of no bytes: the job has no file */
+    int64_t count;        /* of the updates, with a file */
     storm_flag ready, also, done, abort;
     int64_t ticket;
     int32_t priority;
     int64_t next;      /* elements handed out */
     int64_t in_flight; /* chunks being worked on */
+    storm_update rest[]; /* of the updates */
 } job;
 
 typedef struct {
@@ -69,6 +81,12 @@ struct storm_pool {
     int64_t last_poll_ns;
     int polling; /* some thread is the poller */
     int stopping;
+    int32_t started;         /* threads that have begun */
+    char *memory;            /* for parts of files */
+    int64_t memory_bytes;    /* for each thread */
+    storm_read *read;        /* pread and pwrite, but in tests */
+    storm_write *write;
+    storm_file_failure failure;
     storm_pool_stats stats;
 };
 
@@ -112,6 +130,8 @@ static void pop_ready(job_list *heap) {
 static void end_job(storm_pool *pool, job *over, int64_t ticket) {
     if (over->done.address)
         storm_advance(over->done);
+    if (over->part.written.address)
+        storm_advance(over->part.written);
     pool->reaped[pool->reap_count++] = ticket;
     pool->stats.pending--;
     free(over);
@@ -147,13 +167,92 @@ static void poll_waiting(storm_pool *pool) {
         pthread_cond_broadcast(&pool->work);
 }
 
+/* Moves a part of a file; the bytes moved. Goes on after EINTR and short counts; `*error`: an errno, if it cannot. */
+static int64_t move_part(const storm_pool *pool, const storm_file_part *part, char *place, int write, int64_t *error) {
+    int64_t got = 0;
+    for (int stalls = 0; got < part->bytes;) {
+        const int64_t at = got - got % part->unit, left = part->bytes - at;
+        const size_t most = (size_t)(left < BLOCK ? left : BLOCK);
+        const ssize_t more = write ? pool->write((int)part->fd, place + at, most, part->offset + at)
+                                   : pool->read((int)part->fd, place + at, most, part->offset + at);
+        if (more < 0 && errno == EINTR)
+            continue;
+        if (more < 0) {
+            *error = errno;
+            return got;
+        }
+        if (at + more > got) {
+            got = at + more;
+            stalls = 0;
+        } else if (more == 0 || ++stalls == STALLS) {
+            *error = ENODATA;
+            return got;
+        }
+    }
+    return got;
+}
+
+static void *offset_in(char *memory, void *offset) { return memory + (intptr_t)offset; }
+
+/* Runs a job with a file; the lock is released meanwhile. */
+static void run_file_job(storm_pool *pool, job *current, char *memory) {
+    const storm_file_part *part = &current->part;
+    char *place = current->count ? memory : part->target;
+    storm_file_failure failure = {.fd = part->fd, .offset = part->offset, .bytes = part->bytes};
+    int64_t updating_ns = 0, elements = 0, written = 0;
+    pthread_mutex_unlock(&pool->lock);
+
+    const int64_t start = storm_now_ns();
+    const int64_t got = failure.got = move_part(pool, part, place, 0, &failure.error);
+    if (current->count && !failure.error) {
+        const int64_t begin = storm_now_ns();
+        for (int64_t i = 0; i < current->count; i++) {
+            storm_update update = i ? current->rest[i - 1] : current->update;
+            if (update.weight_kind != STORM_FP32)
+                update.master = offset_in(place, update.master);
+            update.exp_avg = offset_in(place, update.exp_avg);
+            update.exp_avg_sq = offset_in(place, update.exp_avg_sq);
+            storm_read_factor(&update);
+            storm_run(&update, storm_find_kernel(&update, pool->isa), 0, update.count);
+            elements += update.count;
+        }
+        updating_ns = storm_now_ns() - begin;
+        if (current->done.address)
+            storm_advance(current->done);
+        failure.write = 1;
+        written = failure.got = move_part(pool, part, place, 1, &failure.error);
+    }
+    const int64_t spent = storm_now_ns() - start - updating_ns;
+
+    pthread_mutex_lock(&pool->lock);
+    pool->stats.busy_s += (double)updating_ns * 1e-9;
+    pool->stats.file_s += (double)spent * 1e-9;
+    pool->stats.elements += elements;
+    pool->stats.read_bytes += got;
+    pool->stats.written_bytes += written;
+    if (failure.error) {
+        if (!pool->failure.error)
+            pool->failure = failure;
+        if (current->abort.address)
+            storm_advance(current->abort);
+    }
+    pool->stats.finished++;
+    end_job(pool, current, current->ticket);
+}
+
 /* Takes the next chunk of the most urgent ready job and runs it with the lock released; or drops the job, if it was
  * aborted before it began. */
-static void run_chunk(storm_pool *pool) {
+static void run_chunk(storm_pool *pool, int32_t thread) {
     job *current = pool->ready.items[0];
     if (current->next == 0 && is_aborted(current)) {
         pop_ready(&pool->ready);
         abandon_job(pool, current);
+        return;
+    }
+    if (current->part.bytes) {
+        pop_ready(&pool->ready);
+        current->next = 1;
+        run_file_job(pool, current, pool->memory + thread * pool->memory_bytes);
         return;
     }
     if (current->next == 0)
@@ -186,10 +285,11 @@ static void *work(void *argument) {
     fesetenv(FE_DFL_ENV);               /* inherited from a thread that may flush subnormals */
     prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0); /* otherwise the kernel stretches a sleep of 20 us to 70 */
     pthread_mutex_lock(&pool->lock);
+    const int32_t thread = pool->started++;
     for (;;) {
         poll_waiting(pool);
         if (pool->ready.count > 0) {
-            run_chunk(pool);
+            run_chunk(pool, thread);
         } else if (pool->stopping && pool->stats.pending == 0) {
             break;
         } else if (pool->waiting.count > 0 && !pool->polling) {
@@ -260,6 +360,8 @@ int32_t storm_pool_open(const int32_t *cores, int32_t core_count, int32_t thread
     if (!pool)
         return -ENOMEM;
     pool->isa = isa;
+    pool->read = pread;
+    pool->write = pwrite;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
     pool->threads = calloc((size_t)threads, sizeof *pool->threads);
@@ -293,14 +395,9 @@ static int grow(storm_pool *pool) {
     return 0;
 }
 
-int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t ticket, int32_t priority,
-                          storm_flag ready, storm_flag also, storm_flag done, storm_flag abort) {
-    storm_kernel *kernel = storm_find_kernel(update, pool->isa);
-    if (!kernel)
-        return -EINVAL;
-    job *added = calloc(1, sizeof *added);
-    if (!added)
-        return -ENOMEM;
+/* Queues a job, which the pool owns from then on; frees it if it is refused. */
+static int32_t accept_job(storm_pool *pool, job *added, int64_t ticket, int32_t priority, storm_flag ready,
+                          storm_flag also, storm_flag done, storm_flag abort) {
     pthread_mutex_lock(&pool->lock);
     int error = pool->stopping ? ESHUTDOWN : grow(pool);
     if (error) {
@@ -308,8 +405,6 @@ int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t 
         free(added);
         return -error;
     }
-    added->update = *update;
-    added->kernel = kernel;
     added->ready = ready;
     added->also = also;
     added->done = done;
@@ -323,13 +418,66 @@ int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t 
         pthread_cond_signal(&pool->work);
     } else {
         push_ready(&pool->ready, added);
-        if (update->count > STORM_CHUNK)
+        if (!added->part.bytes && added->update.count > STORM_CHUNK)
             pthread_cond_broadcast(&pool->work);
         else
             pthread_cond_signal(&pool->work);
     }
     pthread_mutex_unlock(&pool->lock);
     return 0;
+}
+
+int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t ticket, int32_t priority,
+                          storm_flag ready, storm_flag also, storm_flag done, storm_flag abort) {
+    storm_kernel *kernel = storm_find_kernel(update, pool->isa);
+    if (!kernel)
+        return -EINVAL;
+    job *added = calloc(1, sizeof *added);
+    if (!added)
+        return -ENOMEM;
+    added->update = *update;
+    added->kernel = kernel;
+    return accept_job(pool, added, ticket, priority, ready, also, done, abort);
+}
+
+int32_t storm_pool_submit_file(storm_pool *pool, const storm_file_part *part, const storm_update *updates,
+                               int64_t count, int64_t ticket, int32_t priority, storm_flag ready, storm_flag also,
+                               storm_flag done, storm_flag abort) {
+    if (part->bytes <= 0 || part->unit <= 0 || (count ? part->bytes > pool->memory_bytes : !part->target))
+        return -EINVAL;
+    for (int64_t i = 0; i < count; i++)
+        if (!storm_find_kernel(&updates[i], pool->isa))
+            return -EINVAL;
+    job *added = calloc(1, sizeof *added + (count > 1 ? (size_t)(count - 1) * sizeof *updates : 0));
+    if (!added)
+        return -ENOMEM;
+    added->part = *part;
+    added->count = count;
+    if (count)
+        added->update = updates[0];
+    if (count > 1)
+        memcpy(added->rest, updates + 1, (size_t)(count - 1) * sizeof *updates);
+    return accept_job(pool, added, ticket, priority, ready, also, done, abort);
+}
+
+void storm_pool_lend(storm_pool *pool, void *memory, int64_t bytes) {
+    pthread_mutex_lock(&pool->lock);
+    pool->memory = memory;
+    pool->memory_bytes = bytes;
+    pthread_mutex_unlock(&pool->lock);
+}
+
+void storm_pool_replace(storm_pool *pool, storm_read *read, storm_write *write) {
+    pthread_mutex_lock(&pool->lock);
+    pool->read = read;
+    pool->write = write;
+    pthread_mutex_unlock(&pool->lock);
+}
+
+void storm_pool_read_failure(storm_pool *pool, storm_file_failure *failure) {
+    pthread_mutex_lock(&pool->lock);
+    *failure = pool->failure;
+    pthread_mutex_unlock(&pool->lock);
 }
 
 int64_t storm_pool_reap(storm_pool *pool, int64_t *tickets, int64_t capacity) {

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import threading
 import weakref
 from collections import deque
-from typing import Any
 
 from ...core.errors import LaneError, SettingError
 from ..library import Library, library
-from .jobs import PENDING, Move, RowsJob, RowsPool, check_process, closed, read_at, write_at
+from ..moves import Move, in_c, read_at, write_at
+from .jobs import PENDING, RowsJob, RowsPool, check_process, closed
 
 _SLICE_S = 0.1  # longest time inside C per call, so that Ctrl-C is noticed
 _START = ctypes.c_char * 0  # its place in an array, for a third of the time that numpy takes
-_CALL = ctypes.CFUNCTYPE(
-    ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, use_errno=True
-)
-
-
-def _in_c(move: Move) -> Any:
-    """``move`` as a C function with the interface of pread and pwrite."""
-
-    def call(fd: int, address: int, size: int, offset: int) -> int:
-        try:
-            return move(fd, memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B"), offset)
-        except BaseException as error:  # C must not take what a failed call returns for a count
-            ctypes.set_errno(getattr(error, "errno", None) or errno.EIO)
-            return -1
-
-    return _CALL(call)
 
 
 class _Native:
@@ -96,7 +79,7 @@ class NativeRows(RowsPool):
         self._finalizer = weakref.finalize(self, self._native.end)
         self._native.start(threads, stage_bytes)
         if (read, write) != (read_at, write_at):
-            self._calls = _in_c(read), _in_c(write)  # kept as long as C may call them
+            self._calls = in_c(read), in_c(write)  # kept as long as C may call them
             native.c.storm_rows_replace(self._native.pointer, *self._calls)
 
     def start(self, job: RowsJob) -> None:

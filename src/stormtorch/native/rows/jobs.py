@@ -13,37 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...core.endings import Closing
 from ...core.errors import LaneError
-from ...core.sizes import round_down
 from ..library import RowsOutcome
+from ..moves import Move, memory_at, move_all, read_at, write_at
 
 PIECE = ("fd", "source", "bytes", "needed", "target", "map")
 PENDING, DONE, FAILED, DROPPED = range(4)
-_STALLS = 8  # as in csrc/rows.c
 Pieces = NDArray[np.int64]
-Move: TypeAlias = Callable[[int, memoryview, int], int]  # descriptor, memory, offset; returns a count, as preadv does
 NO_PIECES: Pieces = np.empty((0, len(PIECE)), dtype=np.int64)
-
-
-def read_at(fd: int, view: memoryview, offset: int) -> int:
-    """Read at most as many bytes as ``view`` has; returns how many."""
-    return os.preadv(fd, [view], offset)
-
-
-def write_at(fd: int, view: memoryview, offset: int) -> int:
-    """Write at most as many bytes as ``view`` has; returns how many."""
-    return os.pwritev(fd, [view], offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +141,9 @@ def _move(job: RowsJob, move: Move) -> tuple[int, int, int] | None:
             with contextlib.suppress(OSError):  # only a hint
                 os.posix_fadvise(fd, source, size, os.POSIX_FADV_WILLNEED)
         elif size:
-            view = memoryview((ctypes.c_ubyte * size).from_address(target)).cast("B")
-            got = stalls = 0
-            while got < needed:
-                at = round_down(got, job.unit)
-                try:
-                    more = move(fd, view[at:], source + at)
-                except OSError as error:
-                    return index, error.errno or errno.EIO, got
-                got, stalls = max(got, at + more), 0 if at + more > got else stalls + 1
-                if not more or stalls == _STALLS:
-                    return index, errno.ENODATA, got
+            error, got = move_all(move, fd, memory_at(target, size), source, needed=needed, unit=job.unit)
+            if error:
+                return index, error, got
     return None
 
 

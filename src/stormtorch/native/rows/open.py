@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ...core.notices import say_once
 from ..library import describe, library
+from ..moves import Move, read_at, write_at
 from .c_rows import NativeRows
-from .jobs import Move, RowsPool, read_at, write_at
+from .jobs import RowsPool
 
 
 def open_rows(threads: int, *, stage_bytes: int = 0, read: Move = read_at, write: Move = write_at) -> RowsPool:

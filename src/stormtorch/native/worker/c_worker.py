@@ -8,13 +8,13 @@ import threading
 
 from ...core.errors import LaneError, SettingError
 from ..library import FlagWord, Library, PoolStats
-from ..update import WeightCopy
-from .jobs import Engine, FlagValue, Job, WorkerStats, closed
+from .jobs import Engine, FlagValue, Request, WorkerStats, closed
 
 _REAP = 16  # tickets fetched at once
 
 
-def _word(flag: FlagValue | None) -> FlagWord:
+def word(flag: FlagValue | None) -> FlagWord:
+    """The C form."""
     return FlagWord(None, 0) if flag is None else FlagWord(flag.address, flag.value & 0xFFFFFFFF)
 
 
@@ -30,7 +30,7 @@ class CPool(Engine):
         self.library, self.c, self.cores = library, library.c, cores
         self.pointer = ctypes.c_void_p()
         self.lock = threading.RLock()
-        self.held: dict[int, Job] = {}  # ticket → a job that may still be running
+        self.held: dict[int, Request] = {}  # ticket → a job that may still be running
         self.over = (ctypes.c_int64 * _REAP)()  # the tickets last fetched
         self.fetched = 0  # how many
         self.counted = PoolStats()  # when last asked
@@ -46,15 +46,14 @@ class CPool(Engine):
                 f"Accepted: CPU ids out of {sorted(os.sched_getaffinity(0))}, and as many threads as the system allows."
             )
 
-    def add(self, job: Job) -> int:
-        update = job.tensors.bind() if isinstance(job.tensors, WeightCopy) else job.tensors.bind(job.scalars)
-        words = [_word(flag) for flag in (job.ready, job.also, job.done, job.abort)]
+    def add(self, job: Request) -> int:
+        words = [word(flag) for flag in (job.ready, job.also, job.done, job.abort)]
         with self.lock:
             if self.stopped:
                 raise closed()
             ticket = next(self.tickets)
             self.held[ticket] = job  # before the call: Ctrl-C may come right after it
-            status = self.c.storm_pool_submit(self.pointer, update, ticket, job.priority, *words)
+            status = job.submit(self.c, self.pointer, ticket, words)
             if status < 0:
                 self.held.pop(ticket, None)
                 raise LaneError(f"The worker did not take the job: {os.strerror(-status)}.")
@@ -89,7 +88,7 @@ class CPool(Engine):
     def stop(self) -> int:
         if os.getpid() != self.pid:  # threads and jobs remained in the parent
             return 0
-        gone: dict[int, Job] = {}
+        gone: dict[int, Request] = {}
         over: list[object] = []
         with self.lock:
             if not self.stopped:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import abc
+import ctypes
 import itertools
 import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...core.endings import Closing
 from ...core.errors import LaneError, SettingError
 from ...core.events import Sink, Span, What
 from .. import flag_words
-from ..library import Scalars
+from ..library import FlagWord, Scalars
 from ..update import AdamStep, AdamTensors, WeightCopy
 
 
@@ -47,21 +49,23 @@ class FlagValue:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStats:
-    """Counted since the worker was opened. ``busy_s`` adds up all threads, so its limit is threads × time."""
+    """Counted since the worker was opened. ``busy_s`` and ``file_s``, the time in reads and writes of files, add up all
+    threads, so their limit is threads × time."""
 
     busy_s: float
     elements: int
     finished: int
     abandoned: int
     pending: int
+    file_s: float
+    read_bytes: int
+    written_bytes: int
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """One update or copy, with what it waits for and what it signals. It keeps all memory that it needs."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request(abc.ABC):
+    """Work for a worker: how urgent it is, what it waits for and what it signals."""
 
-    tensors: AdamTensors | WeightCopy
-    scalars: Scalars
     priority: int
     ready: FlagValue | None
     also: FlagValue | None  # a second one to wait for
@@ -72,6 +76,28 @@ class Job:
     @property
     def is_ready(self) -> bool:
         return all(flag is None or flag.reached() for flag in (self.ready, self.also))
+
+    @abc.abstractmethod
+    def submit(self, c: ctypes.CDLL, pool: ctypes.c_void_p, ticket: int, words: Sequence[FlagWord]) -> int:
+        """Queue it in the C library's ``pool``; returns a negative errno if that refuses it."""
+
+    def signal(self) -> None:
+        """Say that it is over."""
+        if self.done is not None:
+            self.done.write()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job(Request):
+    """One update or copy. It keeps all memory that it needs."""
+
+    tensors: AdamTensors | WeightCopy
+    scalars: Scalars
+
+    def submit(self, c: ctypes.CDLL, pool: ctypes.c_void_p, ticket: int, words: Sequence[FlagWord]) -> int:
+        tensors = self.tensors
+        update = tensors.bind() if isinstance(tensors, WeightCopy) else tensors.bind(self.scalars)
+        return int(c.storm_pool_submit(pool, update, ticket, self.priority, *words))
 
 
 class Engine(abc.ABC):
@@ -88,7 +114,7 @@ class Engine(abc.ABC):
         """Start the threads."""
 
     @abc.abstractmethod
-    def add(self, job: Job) -> int:
+    def add(self, job: Request) -> int:
         """Queue the job and return its ticket."""
 
     @abc.abstractmethod
@@ -153,7 +179,17 @@ class Worker(Closing):
             )
         if not isinstance(priority, int) or not -(1 << 31) <= priority < 1 << 31:
             raise SettingError(f"priority={priority!r} is not valid. Accepted: a whole number of 32 bits.")
-        return self._own().add(Job(tensors, step.scalars, priority, ready, None, done, abort))
+        return self._own().add(
+            Job(
+                tensors=tensors,
+                scalars=step.scalars,
+                priority=priority,
+                ready=ready,
+                also=None,
+                done=done,
+                abort=abort,
+            )
+        )
 
     def copy(
         self,
@@ -168,7 +204,18 @@ class Worker(Closing):
     ) -> int:
         """As `submit`, for a copy, which waits for two flags. ``dropped`` gets its ticket if it is abandoned; all have
         got there when `close` returns."""
-        return self._own().add(Job(copy, Scalars(), priority, ready, also, done, abort, dropped))
+        return self._own().add(
+            Job(
+                tensors=copy,
+                scalars=Scalars(),
+                priority=priority,
+                ready=ready,
+                also=also,
+                done=done,
+                abort=abort,
+                dropped=dropped,
+            )
+        )
 
     def stats(self) -> WorkerStats:
         """Statistics so far. Readable after ``close`` too."""

@@ -22,7 +22,7 @@ import torch
 from ...core.errors import LaneError
 from .. import fallback
 from ..update import WeightCopy
-from .jobs import Engine, Job, WorkerStats, closed
+from .jobs import Engine, Job, Request, WorkerStats, closed
 
 _POLL_S = 0.0002  # a Python thread that wakes more often takes the GIL from the thread that launches
 _IDLE_S = 1.0  # between two checks without jobs: Ctrl-C may come between a job's arrival and the call that wakes
@@ -33,9 +33,10 @@ class PythonThread(Engine):
 
     def __init__(self, *, threads: int) -> None:
         super().__init__(threads)
-        self.jobs: dict[int, Job] = {}  # by ticket; a job remains here until it is over
+        self.jobs: dict[int, Request] = {}  # by ticket; a job remains here until it is over
         self.finished = self.abandoned = self.elements = 0
-        self.busy_s = 0.0
+        self.read_bytes = self.written_bytes = 0
+        self.busy_s = self.file_s = 0.0
         self.lock, self.stopping = threading.RLock(), False  # nothing is added once it is stopping
         self.error: BaseException | None = None
         self.error_was_raised = False
@@ -64,12 +65,13 @@ class PythonThread(Engine):
             if self.stopping or (job.abort is not None and job.abort.reached()):
                 self._end(ticket, finished=False)
             elif is_ready:
-                self._run(job)
+                self.run(job)
                 self._end(ticket, finished=True)
                 return True
         return False
 
-    def _run(self, job: Job) -> None:
+    def run(self, job: Request) -> None:
+        assert isinstance(job, Job)
         if isinstance(job.tensors, WeightCopy):
             with torch.inference_mode():
                 job.tensors.weight.copy_(job.tensors.source)
@@ -85,13 +87,12 @@ class PythonThread(Engine):
         job = self.jobs[ticket]
         if not finished and job.dropped is not None:
             job.dropped.add(ticket)
-        if job.done is not None:
-            job.done.write()
+        job.signal()
         self.finished += finished
         self.abandoned += not finished
         del self.jobs[ticket]
 
-    def add(self, job: Job) -> int:
+    def add(self, job: Request) -> int:
         with self.lock:
             self._raise_error()
             if self.stopping:
@@ -111,7 +112,8 @@ class PythonThread(Engine):
 
     def stats(self) -> WorkerStats:
         pending = len(self.jobs)  # first: a job is counted before it leaves the table
-        counts = {name: getattr(self, name) for name in ("busy_s", "elements", "finished", "abandoned")}
+        names = ("busy_s", "elements", "finished", "abandoned", "file_s", "read_bytes", "written_bytes")
+        counts = {name: getattr(self, name) for name in names}
         return WorkerStats(pending=pending, **counts)
 
     def stop(self) -> int:
