@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +287,7 @@ def test_a_read_that_fails_is_an_error_before_any_number(tmp_path: Path) -> None
         assert files is not None
         broken = Path("/proc/self/mem").open("rb", buffering=0)  # noqa: SIM115  # reading address 0 is EIO
         for reads in files._whole.values():
-            reads[:] = [read._replace(number=broken.fileno(), offset=0) for read in reads]
+            reads[:] = [read._replace(part=replace(read.part, number=broken.fileno(), offset=0)) for read in reads]
         with pytest.raises(StorageError, match="EIO"):
             model(tokens(1)[0])
         with pytest.raises(StormError):

@@ -23,7 +23,6 @@ from ..memory.cuda.allocator import expand_segments
 from ..memory.cuda.device_meter import DeviceMeter, device_meter_for
 from ..memory.cuda.idle_meter import IdleMeter, idle_meter_for
 from ..memory.disk.mapped import Span, WeightFile
-from ..memory.disk.reading_thread import ReadingThread
 from ..memory.host.arena import PAGE, HostArena
 from ..memory.host.pinned import cannot_lock
 from ..memory.host.pinning import PageLock, page_lock_for
@@ -32,6 +31,7 @@ from ..memory.lanes.flags import Flags
 from ..memory.lanes.lane import Lane
 from ..memory.lanes.waits import WaitMeter
 from ..memory.pools.pool import DevicePool
+from ..native.worker.files import open_file_worker
 from ..observe.recorder import Recorder
 from ..streams.bridge import handlers
 from ..streams.home.moving import Moving, ram_of
@@ -45,6 +45,8 @@ from ..streams.units.placement import UNITS_IN_BUDGET, Cut, division, place, roo
 from ..streams.units.sizes import Homes, homes_for
 from ..streams.units.unit import Place, Unit
 from ..streams.weights.from_files import Files
+
+_READING_THREADS = 4  # reads at the same time: more are not faster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,15 +240,15 @@ def _open_files(homes: Homes, arena: HostArena, board: Flags, endings: Endings) 
         return opened[place.span.path]
 
     assert homes.reading is not None
-    reader = ReadingThread()
-    endings.before_others(reader.close)
+    worker = open_file_worker(_READING_THREADS, torch.empty(0, dtype=torch.uint8, device="cpu"))
+    endings.before_others(worker.close)
     return Files(
         homes.in_files,
         open_file,
         ring=arena.tensor((homes.reading.bytes,), torch.uint8, alignment=PAGE),
         slot_bytes=homes.reading.slot_bytes,
         flags=[board[index] for index in range(2 * homes.reading.slots)],
-        reader=reader,
+        worker=worker,
     )
 
 

@@ -231,6 +231,8 @@ static void run_file_job(storm_pool *pool, job *current, char *memory) {
     pool->stats.read_bytes += got;
     pool->stats.written_bytes += written;
     if (failure.error) {
+        if (!current->count)
+            memset(place, 0xff, (size_t)part->bytes); /* NaN: what uses these bytes anyway shows it */
         if (!pool->failure.error)
             pool->failure = failure;
         if (current->abort.address)

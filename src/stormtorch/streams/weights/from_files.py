@@ -10,48 +10,25 @@ A read that fails, and a file that was changed, are errors: `Files.check` raises
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from ...core.errors import StormError
+from ...core.errors import LaneError, StorageError, StormError
 from ...core.sizes import KiB, round_down, round_up
 from ...core.tags import Tag
+from ...memory.disk.calls import storage_error
 from ...memory.disk.mapped import WeightFile
 from ...memory.lanes.flags import Flag
 from ...memory.lanes.lane import Lane
-from ...native.worker.jobs import FlagValue
+from ...native.worker.files import FileWorker, Part
 from ..bridge.torch_private import without_torch_function
 from ..units.unit import Place, Unit
 
 _GAP = 64 * KiB  # bytes between two tensors that are read with them, because another read would take longer
-
-
-class Reader(Protocol):
-    """Threads that read files."""
-
-    def read(
-        self,
-        number: int,
-        offset: int,
-        target: torch.Tensor,
-        *,
-        priority: int,
-        ready: FlagValue | None,
-        also: FlagValue | None,
-        done: FlagValue | None,
-        abort: FlagValue | None,
-    ) -> int:
-        """Fill ``target`` from ``offset`` of the descriptor ``number`` once ``ready`` and ``also`` are reached.
-
-        ``done`` is written in any case. A read that fails writes ``abort`` first."""
-
-    def failure(self) -> StormError | None:
-        """The first read that has failed."""
-
-    def close(self) -> object:
-        """End the threads; reads that have not begun are abandoned."""
 
 
 class Copy(NamedTuple):
@@ -65,14 +42,11 @@ class Copy(NamedTuple):
 class Read(NamedTuple):
     """One read: at most a slot."""
 
-    file: WeightFile
-    number: int  # the descriptor
-    offset: int
-    size: int
+    part: Part
     copies: list[Copy]
 
 
-class _Part(NamedTuple):
+class _Tensor(NamedTuple):
     """Bytes of a file, and where they belong in the unit's image."""
 
     file: WeightFile
@@ -101,17 +75,17 @@ class Files:
         ring: torch.Tensor,
         slot_bytes: int,
         flags: Sequence[Flag],
-        reader: Reader,
+        worker: FileWorker,
     ) -> None:
         """``units``: those that have weights in files; ``open_file`` gives the file of a place. ``flags``: two for each
         slot of ``ring``, whose memory starts at a page."""
-        self._reader, self._slot_bytes, self._next = reader, slot_bytes, 0
+        self._worker, self._slot_bytes, self._next = worker, slot_bytes, 0
         parts, pairs = ring.split(slot_bytes), zip(flags[::2], flags[1::2], strict=True)
         self._slots = [Slot(part, *pair) for part, pair in zip(parts, pairs, strict=True)]
         self._board = flags[0].board
         self._parts = {
             unit.index: [
-                _Part(open_file(place), place.span.offset, place.span.size, place.at)
+                _Tensor(open_file(place), place.span.offset, place.span.size, place.at)
                 for place in unit.places
                 if place.span is not None
             ]
@@ -141,11 +115,9 @@ class Files:
             before = slot.released.at(slot.uses - 1) if slot.uses > 1 else None
             done, abort = slot.loaded.at(slot.uses), self._board.aborted.at(1)
             try:
-                memory = slot.bytes[: read.size]
-                self._reader.read(
-                    read.number, read.offset, memory, priority=0, ready=before, also=None, done=done, abort=abort
-                )
-                self.read_bytes += read.size
+                memory = slot.bytes[: read.part.size]
+                self._worker.read(read.part, memory, priority=0, ready=before, done=done, abort=abort)
+                self.read_bytes += read.part.size
                 lane.wait_flag(slot.loaded, slot.uses)
                 for source, to, size in read.copies:
                     lane.copy(target[to : to + size], memory[source : source + size], Tag.PARAMETERS, unit.index)
@@ -154,10 +126,8 @@ class Files:
 
     def check(self, unit: Unit | None = None) -> None:
         """Raise if a read has failed. ``unit``: also if one of its files was changed."""
-        failure = self._reader.failure()
-        if failure is not None:
-            self._board.abort(failure)
-            raise failure.with_traceback(None)
+        if self._board.aborted.read():
+            self._raise_failure()
         for file in self._of_unit[unit.index] if unit is not None else ():
             file.check()
 
@@ -166,6 +136,23 @@ class Files:
         self.check()
         for file in {id(file): file for files in self._of_unit.values() for file in files}.values():
             file.check(content=True)
+
+    def _raise_failure(self) -> NoReturn:
+        """Raise for the read that has failed, or for what else has ended the flags."""
+        failure = self._worker.failure()
+        if failure is not None:
+            files = {file for files in self._of_unit.values() for file in files}
+            path = next((f.path for f in files if failure.fd in (f.direct.number, f.plain.number)), "a file")
+            what = f"read bytes {failure.offset} to {failure.offset + failure.bytes} of {path}"
+            if failure.error == errno.ENODATA:
+                error = StorageError(f"Cannot {what}: it is truncated. Restore it, and start again.")
+                error.errno = failure.error
+            else:
+                error = storage_error(what, OSError(failure.error, os.strerror(failure.error)))
+            self._board.abort(error)
+            raise error
+        self._board.raise_if_aborted()
+        raise LaneError("Cannot load weights: work on home memory has failed. Close the session.")
 
     def expose(self, place: Place) -> None:
         """User code gets the address of a weight's memory, through which it may write without our notice."""
@@ -187,14 +174,14 @@ class Files:
         """The file that has this weight."""
         return next(part.file for part in self._parts[place.unit.index] if part.target == place.at)
 
-    def _inside(self, unit: Unit, spans: Iterable[tuple[int, int]]) -> Iterator[_Part]:
+    def _inside(self, unit: Unit, spans: Iterable[tuple[int, int]]) -> Iterator[_Tensor]:
         for first, last in spans:
             for file, offset, size, target in self._parts[unit.index]:
                 start, end = max(first, target), min(last, target + size)
                 if start < end:
-                    yield _Part(file, offset + start - target, end - start, start)
+                    yield _Tensor(file, offset + start - target, end - start, start)
 
-    def _reads(self, parts: Iterable[_Part]) -> Iterator[Read]:
+    def _reads(self, parts: Iterable[_Tensor]) -> Iterator[Read]:
         """Reads that bring these parts: neighbours together, a slot at most."""
         ordered = sorted(parts, key=lambda part: (str(part.file.path), part.offset))
         while ordered:
@@ -206,19 +193,19 @@ class Files:
             run, ordered = ordered[:count], ordered[count:]
             yield from self._run(file, run, run[0].offset, end)
 
-    def _run(self, file: WeightFile, parts: Sequence[_Part], start: int, end: int) -> Iterator[Read]:
+    def _run(self, file: WeightFile, parts: Sequence[_Tensor], start: int, end: int) -> Iterator[Read]:
         unit = file.direct.alignment
         first, direct_end = round_down(start, unit), min(round_up(end, unit), file.whole_bytes)
         for at in range(first, direct_end, self._slot_bytes):
             size = min(self._slot_bytes, direct_end - at)
             if copies := _copies(parts, at, size):
-                yield Read(file, file.direct.number, at, size, copies)
+                yield Read(Part(file.direct.number, at, size, unit), copies)
         if end > direct_end:  # within the file's last block
             at = max(direct_end, start)
-            yield Read(file, file.plain.number, at, end - at, _copies(parts, at, end - at))
+            yield Read(Part(file.plain.number, at, end - at), _copies(parts, at, end - at))
 
 
-def _copies(parts: Iterable[_Part], at: int, size: int) -> list[Copy]:
+def _copies(parts: Iterable[_Tensor], at: int, size: int) -> list[Copy]:
     """What to copy from a read of ``size`` bytes at ``at``; tensors that are neighbours on both sides at once."""
     found: list[Copy] = []
     for _, offset, count, target in parts:
