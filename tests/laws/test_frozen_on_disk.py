@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from stormtorch.core.errors import OutOfBudget, StorageError, StormError
+from stormtorch.checkpoint import load_weights
+from stormtorch.checkpoint.files.tensor_files import read_header
+from stormtorch.checkpoint.loading.mapped import map_weights
+from stormtorch.core.errors import OutOfBudget, StorageError, StormError, WrongModel
 from stormtorch.core.tags import Tag, Tier
 from stormtorch.memory.disk.mapped import Mappings
 from stormtorch.session.api import Session
@@ -25,6 +28,7 @@ from .models import (
     adapt,
     cross_entropy,
     frozen,
+    huggingface,
     jitter,
     one_thread,  # noqa: F401  # a fixture
     same,
@@ -299,6 +303,101 @@ def test_a_read_that_fails_is_an_error_before_any_number(tmp_path: Path) -> None
     broken.close()
     with torch.no_grad():
         same(model(tokens(0)[0]), expected, "answer of the ordinary model")
+
+
+def _peft(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    adapted: nn.Module = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    layers: Any = adapted.modules()
+    for module in layers:
+        if hasattr(module, "reset_lora_parameters"):
+            for part in (module.lora_A["default"], module.lora_B["default"]):
+                part.to_empty(device="cpu")
+            module.reset_lora_parameters("default", True)
+    return adapted
+
+
+def _huggingface_steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> list[torch.Tensor]:
+    losses = []
+    for step in range(count):
+        batch = tokens(step)[0]
+        optimizer.zero_grad()
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["from_pretrained", "from meta"])
+def test_adapters_of_peft(meta: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    huggingface(tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")  # type: ignore[operator]
+    twin = _peft(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    if meta:
+        with torch.device("meta"):
+            empty = transformers.AutoModelForCausalLM.from_config(twin.config, dtype=torch.bfloat16)
+        empty.tie_weights()
+        for name, buffer in twin.get_base_model().named_buffers():  # type: ignore[operator]
+            owner, _, last = name.rpartition(".")
+            empty.get_submodule(owner)._buffers[last] = buffer
+        model = _peft(empty)
+        assert map_weights(model, folder)
+    else:
+        model = _peft(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    same(frozen(model.state_dict()), frozen(twin.state_dict()), "weights")
+    ours, theirs = adamw(model), adamw(twin)
+    with Session(twin, theirs, Settings(device="cpu", vram=tight(twin))):
+        expected = _huggingface_steps(twin, theirs, 5)
+        weights = frozen(twin.state_dict())
+        answer = twin.generate(tokens(0)[0], max_new_tokens=8, do_sample=False)  # type: ignore[operator]
+    with opened(model, ours) as session:
+        assert all("lora" not in name for name in in_files(session))
+        assert sum(p.nbytes for p in model.parameters()) > 4 * session.ledger.used_bytes(Tier.HOST, Tag.PARAMETERS)
+        same(_huggingface_steps(model, ours, 5), expected, "losses")
+        same(frozen(model.state_dict()), weights, "weights")
+        same(model.generate(tokens(0)[0], max_new_tokens=8, do_sample=False), answer, "answer")  # type: ignore[operator]
+        session.save(tmp_path / "saved")
+        same(load_weights(model, folder), sorted(safe_names(folder)), "names")
+        same(_huggingface_steps(model, ours, 1), _after(twin, theirs, tmp_path), "loss after loading")
+
+
+def _after(twin: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> list[torch.Tensor]:
+    with Session(twin, optimizer, Settings(device="cpu", vram=tight(twin))) as session:
+        session.load(folder / "saved")
+        return _huggingface_steps(twin, optimizer, 1)
+
+
+def safe_names(folder: Path) -> list[str]:
+    return [name for file in folder.glob("*.safetensors") for name in read_header(file)]
+
+
+def test_a_whole_model_is_saved_part_by_part_and_loaded_again(tmp_path: Path) -> None:
+    model = mapped(built(lora, torch.float32), tmp_path)
+    optimizer = adamw(model)
+    with opened(model, optimizer) as session:
+        steps(model, optimizer, 2)
+        session.save(tmp_path / "saved")
+        weights, expected = frozen(model.state_dict()), steps(model, optimizer, 2)
+        session.load(tmp_path / "saved")
+        same(frozen(model.state_dict()), weights, "weights")
+        same(steps(model, optimizer, 2), expected, "losses")
+        name = in_files(session)[0]
+        with torch.no_grad():
+            other = {key: value.clone() for key, value in weights.items()}
+        other[name].view(-1)[0] += 1
+        (tmp_path / "other").mkdir()
+        safetensors.save_file(other, tmp_path / "other" / "model.safetensors")
+        with pytest.raises(WrongModel, match=rf"other values of '{name}'"):
+            load_weights(model, tmp_path / "other")
+    plain_model = built(lora, torch.float32)
+    load_weights(plain_model, tmp_path / "saved")
+    same(frozen(plain_model.state_dict()), weights, "weights elsewhere")
 
 
 def test_two_sessions_on_one_file(tmp_path: Path) -> None:

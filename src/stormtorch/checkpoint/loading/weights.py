@@ -41,7 +41,7 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
             f"{empty[0]!r}{f' and {len(empty) - 1} more' if len(empty) > 1 else ''} have no memory (device meta). "
             "Stream the model first, or build it on the CPU."
         )
-    files = _files(path)
+    files = files_of(path)
     headers = {file: read_header(path / file) for file in files}
     last = {name: file for file, header in headers.items() for name in header}  # which counts if two have a name
     headers = {file: {n: entry for n, entry in header.items() if last[n] == file} for file, header in headers.items()}
@@ -83,7 +83,7 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
     return sorted(wanted)
 
 
-def _files(path: Path) -> list[str]:
+def files_of(path: Path) -> list[str]:
     """The names of the safetensors files that hold the model."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder. Name one with {SINGLE} or {INDEX} in it.")
