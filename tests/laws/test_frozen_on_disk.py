@@ -22,6 +22,8 @@ from stormtorch.memory.disk.mapped import Mappings
 from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings, Trial
 
+from .checker import Checker, Wait
+from .happens_before import checking
 from .models import (
     Llama,
     adamw,
@@ -303,6 +305,39 @@ def test_a_read_that_fails_is_an_error_before_any_number(tmp_path: Path) -> None
     broken.close()
     with torch.no_grad():
         same(model(tokens(0)[0]), expected, "answer of the ordinary model")
+
+
+def _watched(folder: Path, missing: Wait | None = None, **settings: Any) -> Checker:
+    """Train adapters, and tell the checker of all work."""
+    model = mapped(built(lora, torch.float32), folder)
+    optimizer = adamw(model)
+    given = {"vram": tight(model), "disk": "/", **settings}
+    ram = least_ram(model, optimizer, **given)
+    with (
+        checking(missing) as checker,
+        Session(model, optimizer, Settings(ram=ram, device="cpu", **given), trial=Trial(poison=True)) as session,
+    ):
+        assert in_files(session)
+        steps(model, optimizer, 2)
+    return checker
+
+
+@pytest.mark.parametrize("step", ["forward", "backward"])
+def test_no_lane_and_no_read_meet_in_memory(step: str, tmp_path: Path) -> None:
+    _watched(tmp_path, step=step).check()
+
+
+WAITS = {
+    "weights are copied after their read": Wait("load", "Files.load"),
+    "a slot is read again after its copies": Wait("read", "Files.load"),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_missing_wait_is_found(name: str, tmp_path: Path) -> None:
+    checker = _watched(tmp_path, WAITS[name])
+    assert checker.missed, "there is no such wait"
+    assert checker.races
 
 
 def _peft(model: nn.Module) -> nn.Module:
