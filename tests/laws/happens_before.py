@@ -112,7 +112,8 @@ def _check_lanes(patch: pytest.MonkeyPatch, checker: Checker) -> None:
         load, store, compute, aside = (
             CheckedLane(checker, lane) for lane in (lanes.load, lanes.store, lanes.compute, lanes.aside)
         )
-        return Lanes(lanes.device, load, store, compute, aside, lanes.ring)
+        files = None if lanes.files is None else CheckedLane(checker, lanes.files)
+        return Lanes(lanes.device, load, store, compute, aside, lanes.ring, files)
 
     patch.setattr("stormtorch.session.resources.open_lanes", opened)
     patch.setattr("stormtorch.session.offload.open_lanes", opened)

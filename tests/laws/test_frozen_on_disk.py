@@ -328,7 +328,7 @@ def test_no_lane_and_no_read_meet_in_memory(step: str, tmp_path: Path) -> None:
 
 
 WAITS = {
-    "weights are copied after their read": Wait("load", "Files.load"),
+    "weights are copied after their read": Wait("files", "Files.load"),
     "a slot is read again after its copies": Wait("read", "Files.load"),
 }
 

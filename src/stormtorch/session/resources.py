@@ -192,7 +192,9 @@ def open_ground(
     if ring is not None:
         endings.before_others(ring.close)
     copied = arena if ring is None or not arena.pinned else ring  # one of both that could not be locked, if any
-    lanes = open_lanes(device, home=copied, ledger=ledger, sink=recorder, delay=trial.delay)
+    lanes = open_lanes(
+        device, home=copied, ledger=ledger, sink=recorder, delay=trial.delay, from_files=ring is not None
+    )
     endings.before_others(lanes.close)
     board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)
     endings.before_others(board.close)

@@ -14,7 +14,7 @@ import torch
 from ...core.events import Sink, Span, What
 from ...core.tags import Tag
 from ...memory.lanes.build import Lanes
-from ...memory.lanes.lane import Event
+from ...memory.lanes.lane import Event, Lane
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward, outside_functorch, without_torch_function
 from ..units.unit import Place, Unit
@@ -123,7 +123,7 @@ class ParameterStream:
         records = torch.is_grad_enabled() or in_backward()
         if records and (stay := self.residency.take_back(residence)) is not None:
             return stay
-        lane = self._lanes.load
+        lane = self._lane(unit)
         if self.files is not None and self.files.has(unit):
             self.files.check(unit)
         piece = self.residency.take(unit.image_bytes, lane, distance)
@@ -149,7 +149,7 @@ class ParameterStream:
 
     def _copy(self, residence: Residence, target: torch.Tensor, rows: frozenset[int] | None) -> int:
         """Bring the unit's weights, or ``rows`` of them, to ``target``. Returns the bytes."""
-        unit, lane, image = residence.unit, self._lanes.load, residence.image
+        unit, lane, image = residence.unit, self._lane(residence.unit), residence.image
         if rows is not None:
             residence.gate.hold(lane)
             return self._copy_rows(residence, target, rows, and_others=True)
@@ -168,7 +168,7 @@ class ParameterStream:
         try:
             size = self._copy_rows(residence, stay.memory, missing, and_others=False)
         finally:  # after Ctrl-C some are on their way
-            stay.loaded = residence.last_load = self._lanes.load.record()
+            stay.loaded = residence.last_load = self._lane(residence.unit).record()
             stay.uses.append(stay.loaded)
         stay.rows = None if rows is None else there | missing
         self._emit(What.LOAD, residence.unit, size)
@@ -178,7 +178,7 @@ class ParameterStream:
     def _copy_rows(self, residence: Residence, target: torch.Tensor, rows: Iterable[int], *, and_others: bool) -> int:
         """Copy these experts from home, neighbours at once; ``and_others``: also parameters without rows. Returns the
         bytes."""
-        unit, copied, image = residence.unit, 0, residence.image
+        unit, copied, image, lane = residence.unit, 0, residence.image, self._lane(residence.unit)
         runs, in_files = list(_runs(rows)), list[tuple[int, int]]()
         for place in unit.places:
             row = unit.row_bytes.get(place.index)
@@ -190,12 +190,16 @@ class ParameterStream:
                 if place.in_file:
                     in_files.append((part.start, part.stop))
                 else:
-                    self._lanes.load.copy(target[part], image[part], Tag.PARAMETERS, unit.index)
+                    lane.copy(target[part], image[part], Tag.PARAMETERS, unit.index)
                 copied += end - start
         if in_files:
             assert self.files is not None
-            self.files.load(unit, target, self._lanes.load, in_files)
+            self.files.load(unit, target, lane, in_files)
         return copied
+
+    def _lane(self, unit: Unit) -> Lane:
+        """The lane that loads the unit. One that waits for a file must not hold up what lies in RAM."""
+        return self._lanes.from_files if self.files is not None and self.files.has(unit) else self._lanes.load
 
     def _emit(self, what: What, unit: Unit, size: int | None = None) -> None:
         now_s = time.perf_counter()
