@@ -49,8 +49,8 @@ class FlagValue:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStats:
-    """Counted since the worker was opened. ``busy_s`` and ``file_s``, the time in reads and writes of files, add up all
-    threads, so their limit is threads × time."""
+    """Counted since the worker was opened. ``busy_s`` adds up all threads, so its limit is threads × time. ``file_s``:
+    the time in which at least one thread was reading or writing a file."""
 
     busy_s: float
     elements: int
