@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -227,6 +227,10 @@ class FileTensors:
             grad=self.grad,
             grad_factor=self.grad_factor,
         )
+
+    def scaled_by(self, factor: torch.Tensor) -> FileTensors:
+        """The same with a word by which gradients are multiplied."""
+        return replace(self, grad_factor=factor)
 
     def bind(self, scalars: Scalars) -> Update:
         """The C form, which is not checked again. It holds addresses only: the tensors must outlive its use."""

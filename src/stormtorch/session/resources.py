@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..core.endings import Endings
 from ..core.errors import SettingError
+from ..core.notices import say_once
 from ..core.plan import Division, Placement
 from ..core.sizes import as_setting, parse_bytes
 from ..core.tags import Tag, Tier
@@ -39,7 +41,7 @@ from ..streams.optimizer.torch_step import is_separable
 from ..streams.settings import Settings, Trial
 from ..streams.units.partition import Partition, partition
 from ..streams.units.placement import UNITS_IN_BUDGET, Cut, division, place, room_for
-from ..streams.units.sizes import Homes, homes_for
+from ..streams.units.sizes import Homes, check_disk, homes_for
 from ..streams.units.unit import Unit
 
 
@@ -53,6 +55,7 @@ class Outline:
     division: Division
     placement: Placement
     homes: Homes
+    directories: list[Path]  # for states on disk
     meter: DeviceMeter | None  # None: memory on the device is not counted
 
 
@@ -108,7 +111,14 @@ def outline(
 ) -> Outline:
     """Raise for budgets or settings that do not allow the model. Needs sizes only, no memory."""
     device = usable_device(settings.device)
-    ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
+    ledger = open_ledger(
+        device,
+        vram=settings.vram,
+        ram=settings.ram,
+        disk=settings.directories,
+        disk_limit=settings.disk_limit,
+        returning_bytes=ram_of(model.parameters()),
+    )
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
     cutting = _Cutting(model, settings, by_rows=optimizer is None)
     cut = cutting.cut(limit, ledger.free_bytes(Tier.DEVICE))
@@ -135,7 +145,21 @@ def outline(
             f'{type(optimizer).__name__} is not known to do so. Use step="forward".'
         )
     in_backward = settings.step_mode.mode == "backward"
-    homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam, in_backward=in_backward)
+    if settings.directories and optimizer is not None and not adam:
+        say_once(
+            f"disk= holds the states of Adam and AdamW. Those of {type(optimizer).__name__} lie in RAM, where torch "
+            "makes them."
+        )
+    homes = homes_for(
+        units,
+        ledger,
+        optimizer=optimizer is not None,
+        adam=adam,
+        in_backward=in_backward,
+        disk=bool(settings.directories),
+        disk_part=trial.disk_part,
+    )
+    check_disk(homes.on_disk, ledger)
     return Outline(
         device=device,
         ledger=ledger,
@@ -143,6 +167,7 @@ def outline(
         division=cut.division,
         placement=placement,
         homes=homes,
+        directories=settings.directories,
         meter=meter,
     )
 

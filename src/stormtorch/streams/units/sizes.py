@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from ...core.errors import OutOfBudget
-from ...core.sizes import as_setting, format_bytes, round_up
+from ...core.sizes import MiB, as_setting, format_bytes, round_up
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger
 from ...memory.host.arena import PAGE, regions_for
 from ...memory.lanes.flags import board_bytes
+from .file_layout import PAGE as FILE_PAGE
+from .file_layout import FileLayout, layout_of, memory_bytes
 from .unit import ALIGNMENT, Unit
+
+FILE_THREADS = 6  # two read, two write and one updates, on average; one is spared
+_MOST_CHUNK = 4 << 20  # elements: 16 MiB in one access have a disk's full rate
+_LEAST_CHUNK = 1 << 15
+_RAM_PART = 16  # of the RAM budget that chunks on their way take at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDisk:
+    """The units whose optimizer states lie in scratch files, by index, and the RAM through which these pass."""
+
+    layouts: dict[int, FileLayout] = field(default_factory=dict)
+    thread_bytes: int = 0  # of each thread
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(size for layout in self.layouts.values() for size in layout.regions)
+
+    @property
+    def ram_bytes(self) -> int:
+        return round_up(FILE_THREADS * self.thread_bytes, PAGE) if self.layouts else 0
+
+    @property
+    def flags(self) -> int:
+        """Two for each chunk: its update is done; it is back in its file."""
+        return sum(2 * len(layout.chunks) for layout in self.layouts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +53,7 @@ class Homes:
     factors_bytes: int  # for numbers that our own Adam copies to the device
     flags: int
     adam: bool  # whether our own runs
+    on_disk: OnDisk
     needed: dict[Tag, int]
 
 
@@ -37,16 +67,54 @@ def ring_bytes_for(units: list[Unit]) -> int:
 
 
 def homes_for(
-    units: list[Unit], ledger: Ledger, *, optimizer: bool, adam: bool, in_backward: bool, always_ring: bool = False
+    units: list[Unit],
+    ledger: Ledger,
+    *,
+    optimizer: bool,
+    adam: bool,
+    in_backward: bool,
+    always_ring: bool = False,
+    disk: bool = False,
+    disk_part: float = 0.0,
 ) -> Homes:
     """Sizes of the units' home memory; raises if ``ram`` does not allow all of it.
 
     ``in_backward``: the optimizer updates each unit as soon as its gradients are complete. They then pass through a
-    ring, if RAM has no room for all of them: with all, the CPU may still update during the next forward. For tests:
-    ``always_ring``. Counts only what is certain to be taken: no activations, no sums of micro-batches, no staging ring
-    for want of page-locks."""
-    sizes = [size for unit in units for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
-    flags = sum(1 + len(unit.trained) for unit in units)
+    ring, if RAM has no room for all of them: with all, the CPU may still update during the next forward. ``disk``: the
+    states of as many units as RAM is short of lie in files. For tests: ``always_ring``, and ``disk_part`` of the units
+    in files in any case. Counts only what is certain to be taken: no activations, no sums of micro-batches, no staging
+    ring for want of page-locks."""
+    free = ledger.free_bytes(Tier.HOST)
+    homes = _homes(units, OnDisk(), optimizer=optimizer, adam=adam)
+    if optimizer and in_backward and (sum(homes.needed.values()) > free or always_ring):
+        homes = _with_ring(homes, units)
+    total = sum(homes.needed.values())
+    if disk and adam and (total > free or disk_part):
+        has_ring = bool(homes.ring_bytes)
+        for on_disk in _on_disk(units, free, disk_part):
+            homes = _homes(units, on_disk, optimizer=optimizer, adam=adam)
+            homes = _with_ring(homes, units) if has_ring else homes
+            total = sum(homes.needed.values())
+            if total <= free:
+                break
+    if total > free:
+        budget = ledger.budgets[Tier.HOST]
+        parts = ", ".join(f"{tag.name} {format_bytes(size)}" for tag, size in homes.needed.items() if size)
+        raise OutOfBudget(
+            f"Cannot hold this model in {format_bytes(budget.limit_bytes)} of RAM",
+            f"{format_bytes(total)} are needed, {total} bytes: {parts}",
+            f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
+            _remedy(units, homes, total, disk=disk, in_backward=in_backward)
+            if optimizer
+            else f"Raise it to at least {as_setting(total)}, or take a smaller model.",
+        )
+    return homes
+
+
+def _homes(units: list[Unit], on_disk: OnDisk, *, optimizer: bool, adam: bool) -> Homes:
+    in_ram = [unit for unit in units if unit.index not in on_disk.layouts]
+    sizes = [size for unit in in_ram for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
+    flags = sum(1 + len(unit.trained) for unit in units) + on_disk.flags
     homes = Homes(
         parameters=regions_for(unit.image_bytes for unit in units),
         gradients=regions_for(unit.grad_bytes for unit in units),
@@ -55,26 +123,65 @@ def homes_for(
         factors_bytes=round_up(64 * 64, PAGE),
         flags=flags,
         adam=adam,
+        on_disk=on_disk,
         needed={},
     )
     homes.needed[Tag.PARAMETERS] = sum(homes.parameters)
     homes.needed[Tag.GRADIENTS] = sum(homes.gradients) if optimizer else 0
     homes.needed[Tag.OPTIMIZER] = sum(homes.states) if adam else 0
-    homes.needed[Tag.STAGING] = board_bytes(flags) + (homes.factors_bytes if adam else 0)
-    is_short = sum(homes.needed.values()) > ledger.free_bytes(Tier.HOST)
-    if optimizer and in_backward and (is_short or always_ring):
-        homes = replace(homes, ring_bytes=ring_bytes_for(units))
-        homes.needed[Tag.GRADIENTS] = round_up(homes.ring_bytes, PAGE)
-    total = sum(homes.needed.values())
-    if total > ledger.free_bytes(Tier.HOST):
-        budget = ledger.budgets[Tier.HOST]
-        parts = ", ".join(f"{tag.name} {format_bytes(size)}" for tag, size in homes.needed.items() if size)
-        raise OutOfBudget(
-            f"Cannot hold this model in {format_bytes(budget.limit_bytes)} of RAM",
-            f"{format_bytes(total)} are needed, {total} bytes: {parts}",
-            f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
-            f"Raise it to at least {as_setting(total)}, or train an adapter (LoRA) instead of all weights."
-            if optimizer
-            else f"Raise it to at least {as_setting(total)}, or take a smaller model.",
-        )
+    staging = board_bytes(flags) + (homes.factors_bytes if adam else 0)
+    homes.needed[Tag.STAGING] = staging + on_disk.ram_bytes
     return homes
+
+
+def _with_ring(homes: Homes, units: list[Unit]) -> Homes:
+    homes = replace(homes, ring_bytes=ring_bytes_for(units))
+    homes.needed[Tag.GRADIENTS] = round_up(homes.ring_bytes, PAGE)
+    return homes
+
+
+def _on_disk(units: list[Unit], free_bytes: int, least_part: float) -> Iterator[OnDisk]:
+    """More and more units, evenly spread, so that disk and CPU work side by side; at the end all of them. Chunks are
+    cut smaller where RAM is short."""
+    trained = [unit for unit in units if unit.state_count]
+    elements = max(_LEAST_CHUNK, min(_MOST_CHUNK, free_bytes // _RAM_PART // FILE_THREADS // 12))
+    layouts = [layout_of(unit, elements) for unit in trained]
+    for count in range(max(1, round(least_part * len(trained))), len(trained) + 1):
+        taken = {
+            u.index: layout
+            for at, (u, layout) in enumerate(zip(trained, layouts, strict=True))
+            if at * count % len(trained) < count
+        }
+        yield OnDisk(layouts=taken, thread_bytes=round_up(memory_bytes(taken.values()), FILE_PAGE))
+
+
+def _remedy(units: list[Unit], homes: Homes, total: int, *, disk: bool, in_backward: bool) -> str:
+    """What would help, with the RAM that it needs."""
+    lora = "or train an adapter (LoRA) instead of all weights"
+    raising = f"Raise it to at least {as_setting(total)}"
+    if homes.adam and not disk:
+        *_, all_on_disk = _on_disk(units, 64 * MiB, 1.0)
+        least = _homes(units, all_on_disk, optimizer=True, adam=True)
+        least = _with_ring(least, units) if in_backward else least
+        size = sum(least.needed.values())
+        return (
+            f"{raising}, or give disk= a directory: with {format_bytes(all_on_disk.disk_bytes)} of the optimizer's "
+            f"states there, {as_setting(size)} suffice; {lora}."
+        )
+    if disk and not in_backward:
+        ring = sum(_with_ring(homes, units).needed.values())
+        return f'{raising}, or take step="backward", which needs {as_setting(ring)}, {lora}.'
+    return f"{raising}, {lora}."
+
+
+def check_disk(on_disk: OnDisk, ledger: Ledger) -> None:
+    """Raise if the disk's budget has no room for these states."""
+    needed, free = on_disk.disk_bytes, ledger.free_bytes(Tier.DISK)
+    if needed > free:
+        budget = ledger.budgets[Tier.DISK]
+        raise OutOfBudget(
+            f"Cannot hold {format_bytes(needed)} of optimizer states on disk",
+            f"{needed} bytes are needed, {format_bytes(free)} are allowed",
+            f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
+            f"Raise it to at least {as_setting(needed)}, free space there, or raise ram.",
+        )
