@@ -42,7 +42,8 @@ class Settings:
         if self.master_dtype not in (None, torch.float32):
             raise SettingError(f"master_dtype={self.master_dtype!r} is not valid. Accepted: torch.float32 or None.")
         check_one_device(self.device)
-        if self.disk_limit is not None and not self.directories:
+        directories = self.directories
+        if self.disk_limit is not None and not directories:
             raise SettingError(f"disk_limit={self.disk_limit!r} needs disk=, the directory that it limits.")
         for name, value in (("only", self.only), ("leave", self.leave)):
             if isinstance(value, str):

@@ -164,7 +164,8 @@ def _optimizer(
         numbers[name] = {}
         for key, value in state.items():
             if _has_file_form(key, value, durable.has_home(parameter, key)):
-                pieces[f"{name}.{key}"] = Piece(value.detach(), durable.unit_of(parameter))
+                stored = durable.stored(parameter, key)
+                pieces[f"{name}.{key}"] = Piece(value.detach(), durable.unit_of(parameter), stored=stored)
                 numbers[name][key] = None  # keeps the order of the keys
             else:
                 numbers[name][key] = value.clone() if isinstance(value, torch.Tensor) else value  # it may be a view

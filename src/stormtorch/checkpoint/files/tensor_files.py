@@ -19,6 +19,7 @@ import torch
 from ...core.errors import CheckpointError
 from ...memory.disk.buffers import bytes_of
 from ...memory.disk.safetensors_header import DTYPES, Entry, UnknownDtype, parse_header
+from ...memory.disk.stored import StoredTensor
 from . import disk
 from .disk import CHUNK, FileReader, Record
 from .threads import Task
@@ -71,9 +72,10 @@ Headers = Mapping[str, Mapping[str, Entry]]  # by file, then by the tensor's nam
 
 
 def reading(
-    folder: Path, headers: Headers, targets: Mapping[str, torch.Tensor], sums: Mapping[str, Record]
+    folder: Path, headers: Headers, targets: Mapping[str, torch.Tensor | StoredTensor], sums: Mapping[str, Record]
 ) -> list[Task]:
-    """Tasks that read the tensors of each file into ``targets``, by name: existing memory. They skip other tensors.
+    """Tasks that read the tensors of each file into ``targets``, by name: existing memory, or other files. They skip
+    other tensors.
 
     They read every byte of a file that has an entry in ``sums``, and verify its checksum."""
     return [partial(_read_file, folder / file, header, targets, sums.get(file)) for file, header in headers.items()]
@@ -83,7 +85,7 @@ def reading(
 def _read_file(
     path: Path,
     header: Mapping[str, Entry],
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor | StoredTensor],
     expected: Record | None,
     stop: threading.Event,
 ) -> None:
@@ -96,9 +98,14 @@ def _read_file(
             disk.check(path, file.finish(), expected)
 
 
-def _fill(file: FileReader, entry: Entry, target: torch.Tensor) -> None:
+def _fill(file: FileReader, entry: Entry, target: torch.Tensor | StoredTensor) -> None:
     """Read a tensor: directly if its memory is laid out as in the file, else chunk by chunk."""
-    if _has_file_layout(target) and target.dtype == entry.dtype:
+    if isinstance(target, StoredTensor):
+        buffer = memoryview(bytearray(min(CHUNK, target.nbytes)))
+        for at in range(0, target.nbytes, CHUNK):
+            file.read(buffer[: target.nbytes - at])
+            target.write(buffer[: target.nbytes - at], at)
+    elif _has_file_layout(target) and target.dtype == entry.dtype:
         file.read(bytes_of(target))
     elif target.is_contiguous():
         step = CHUNK // entry.dtype.itemsize

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...core.errors import StormError
+from ...memory.disk.stored import StoredTensor
 from ...streams.bridge.handlers import inside_step, undisturbed
 from ...streams.bridge.torch_private import in_backward, without_torch_function
 from ...streams.home.parameter import plain
@@ -167,6 +168,11 @@ class Durable:
         if place is None or not place.trained:
             return False
         return self.has_masters and place.is_split if key == MASTER else key in self._updater.shown_states(place)
+
+    def stored(self, parameter: torch.Tensor, key: str) -> StoredTensor | None:
+        """A state of the parameter that lies in a file, to be read and written there; None: it is in RAM."""
+        place = self._place.get(id(parameter))
+        return None if place is None else self._updater.stored_state(place, key)
 
     def install(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Replace all of the optimizer's states. The tensors are those of ``room_for``, filled."""

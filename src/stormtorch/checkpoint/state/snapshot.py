@@ -18,6 +18,7 @@ import torch
 from ...core.errors import OutOfBudget
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger, Reservation
+from ...memory.disk.stored import StoredTensor
 from ...streams.bridge.handlers import undisturbed
 
 
@@ -29,11 +30,13 @@ class Released(Exception):
 class Piece:
     """One tensor of a save. ``unit``: the index of the unit that holds it; None: it is not streamed.
 
-    ``frozen``: no optimizer step changes it."""
+    ``frozen``: no optimizer step changes it. ``stored``: it lies in a file, and is read from there; nothing copies it,
+    so a change of its unit waits until it is written."""
 
     tensor: torch.Tensor
     unit: int | None = None
     frozen: bool = False
+    stored: StoredTensor | None = None
     state: str = "waiting"  # "lent", "copying", "copied" or "done"
     charge: Reservation | None = field(default=None, repr=False)  # of RAM for copies; the last piece to go ends it
 
@@ -78,7 +81,7 @@ class Still:
                 self._copy_or_wait([piece for piece in group if not (by_step and piece.frozen)])
 
     def _copy_or_wait(self, group: list[Piece]) -> None:
-        waiting = [piece for piece in group if piece.state == "waiting"]
+        waiting = [piece for piece in group if piece.state == "waiting" and piece.stored is None]
         try:
             charge = self._reserve(waiting)
         except OutOfBudget:

@@ -270,5 +270,5 @@ class FileMeter:
                 (What.READ, stats.read_bytes - before.read_bytes),
                 (What.WRITE, stats.written_bytes - before.written_bytes),
             ):
-                if size:
+                if size:  # the time is that of both
                     self._sink(Span(what, before_s, now_s, "disk", self._tag, size, share=share))
