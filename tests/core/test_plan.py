@@ -15,6 +15,7 @@ from stormtorch.core.plan import (
     VERSION,
     Activations,
     Block,
+    DiskUse,
     Division,
     GradientRing,
     Limit,
@@ -75,6 +76,7 @@ def plan(*units: UnitPlan) -> Plan:
     return Plan(
         vram=Limit(limit_bytes=8 * GiB, reason="vram='8GiB'", origin=forced),
         ram=Limit(limit_bytes=64 * GiB, reason="ram='auto': 70 free", origin=planned),
+        disk=DiskUse(limit_bytes=200 * GiB, states_bytes=6 * GiB, ram_bytes=GiB, reason="3 of 3 units", origin=planned),
         pool=Placement(
             pool_bytes=6 * GiB,
             least_bytes=GiB,

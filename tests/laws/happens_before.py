@@ -26,7 +26,7 @@ from stormtorch.memory.lanes.flags import Flag
 from stormtorch.memory.lanes.lane import Event, Lane
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.update import AdamStep, AdamTensors, WeightCopy
-from stormtorch.native.worker.files import FileWorker, Part
+from stormtorch.native.worker.files import FileJob, FileWorker
 from stormtorch.native.worker.jobs import FlagValue, Worker
 
 from .checker import Checker, Wait
@@ -173,13 +173,14 @@ def _check_updates(patch: pytest.MonkeyPatch, checker: Checker) -> None:
         checker.job(tensors, settings["ready"], settings["done"], settings["also"])
         return copy(worker, tensors, **settings)
 
-    read = FileWorker.read
+    run = FileWorker.run
 
-    def checked_read(worker: FileWorker, part: Part, target: torch.Tensor, **settings: Any) -> int:
-        checker.read(target, settings["ready"], settings["done"])
-        return read(worker, part, target, **settings)
+    def checked_run(worker: FileWorker, job: FileJob) -> int:
+        if job.target is not None:
+            checker.read(job.target, job.ready, job.done)
+        return run(worker, job)
 
-    patch.setattr(FileWorker, "read", checked_read)
+    patch.setattr(FileWorker, "run", checked_run)
     patch.setattr(Worker, "submit", checked_submit)
     patch.setattr(Worker, "copy", checked_copy)
     patch.setattr("stormtorch.streams.optimizer.adam.stream.adamw_", checked_update)

@@ -20,8 +20,8 @@ from stormtorch.native.worker.files import (
     CFilePool,
     FileJob,
     FileWorker,
-    Part,
     PythonFileThread,
+    Range,
     open_file_worker,
 )
 from stormtorch.native.worker.jobs import FlagValue
@@ -95,14 +95,14 @@ class States:
             exp_avg_sq=4 * COUNT,
             master=None if master is None else 8 * COUNT,
         )
-        self.part = Part(self.file, at, self.size)
+        self.part = Range(self.file, at, self.size)
 
     def job(self, words: list[Word], value: int = 1, **more: FlagValue) -> FileJob:
         """``words``: done, written, abort."""
         done, written, abort = words
         flags = {"ready": None, "also": None, **more}
         return FileJob(
-            part=self.part,
+            ranges=[self.part],
             updates=[(self.tensors, STEP.scalars)],
             priority=0,
             done=done.at(value),
@@ -272,7 +272,9 @@ def test_a_read_alone(kind: str, tmp_path: Path, words: list[Word]) -> None:
     target = torch.zeros(4096, dtype=torch.uint8)
     number = os.open(path, os.O_RDONLY)
     with opened(kind) as worker:
-        worker.read(Part(number, 256, 4096), target, priority=0, ready=None, done=words[0].at(1), abort=words[2].at(1))
+        pieces = [Range(number, 256, 1024), Range(number, 1280, 3072, at=1024)]
+        flags = {"ready": None, "also": None, "done": words[0].at(1), "abort": words[2].at(1)}
+        worker.run(FileJob(ranges=pieces, target=target, priority=0, **flags))  # type: ignore[arg-type]
         words[0].wait(1)
     os.close(number)
     assert target.numpy().tobytes() == bytes(range(256)) * 16

@@ -19,7 +19,8 @@ class What(enum.Enum):
 
     SETUP = "setup"  # a session was opened
     COPY = "copy"  # a lane has finished a copy; ``name``: the lane
-    READ = "read"  # a request to a file, however many system calls it took; ``name``: the path
+    READ = "read"  # a request to a file, however many system calls it took; ``name``: the path. With a tag: all that
+    # native threads have read since they last told, for ``share`` of the time
     WRITE = "write"  # as READ
     WAIT = "wait"  # ``name``: the cause. Compute waited for "weights", "updates", ...; a training loop for "data"
     LOAD = "load"  # a unit's weights were requested; their COPY follows

@@ -16,7 +16,7 @@ from .errors import SettingError
 from .sizes import format_bytes, round_down
 from .tags import Tier
 
-VERSION = 2
+VERSION = 3
 _GRAIN = 512  # pools grow by whole grains
 _GROUPS = 6  # of units that are alike, in the printed page
 
@@ -48,6 +48,21 @@ class Limit(Choice):
 
     def __str__(self) -> str:
         return f"at most {format_bytes(self.limit_bytes)}: {self._because()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskUse(Choice):
+    """Optimizer states on disk. ``ram_bytes``: RAM through which they pass."""
+
+    limit_bytes: int
+    states_bytes: int
+    ram_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.states_bytes)} of optimizer states, through {format_bytes(self.ram_bytes)} of RAM; at "
+            f"most {format_bytes(self.limit_bytes)}: {self._because()}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +186,7 @@ class Plan:
 
     vram: Limit
     ram: Limit
+    disk: DiskUse | None  # None: no directory was given
     pool: Placement
     division: Division
     units: tuple[UnitPlan, ...]
@@ -197,7 +213,12 @@ class Plan:
         return made
 
     def __str__(self) -> str:
-        rows: list[tuple[str, object]] = [("vram", self.vram), ("ram", self.ram), ("pool", self.pool)]
+        rows: list[tuple[str, object]] = [
+            ("vram", self.vram),
+            ("ram", self.ram),
+            ("disk", self.disk),
+            ("pool", self.pool),
+        ]
         rows += [("units", f"{len(self.units)}, {self.division}"), *(("", line) for line in _grouped(self.units))]
         rows += [("gradients", self.gradients)]
         rows += [("step", self.step), ("optimizer", self.optimizer), ("activations", self.activations)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ABI = 12  # STORM_ABI in csrc/storm.h
+FILE_RANGES = 3  # STORM_FILE_RANGES
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -53,11 +54,18 @@ class PoolStats(ctypes.Structure):
     )
 
 
+class FileRange(ctypes.Structure):
+    """``storm_file_range`` of csrc/storm.h."""
+
+    _fields_ = _all(ctypes.c_int64, "fd offset bytes at")
+
+
 class FilePart(ctypes.Structure):
     """``storm_file_part`` of csrc/storm.h."""
 
     _fields_ = (
-        *_all(ctypes.c_int64, "fd offset bytes unit"),
+        ("ranges", FileRange * FILE_RANGES),
+        ("unit", ctypes.c_int64),
         ("target", ctypes.c_void_p),
         ("written", FlagWord),
     )

@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -202,8 +202,8 @@ _MASTERS = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileTensors:
-    """The tensors of one update whose states lie in a part of a file: ``master`` and both moments are byte offsets of
-    that part."""
+    """The tensors of one update whose states lie in files: ``master`` and both moments are byte offsets in the memory
+    that the job reads them to."""
 
     weight: torch.Tensor
     grad: torch.Tensor
@@ -213,7 +213,7 @@ class FileTensors:
     grad_factor: torch.Tensor | None = None
 
     def inside(self, memory: torch.Tensor) -> AdamTensors:
-        """With states in ``memory``: the bytes of the part, from its beginning on. Checks all tensors."""
+        """With states in ``memory``, bytes. Checks all tensors."""
         count, dtype = self.weight.numel(), _MASTERS.get(self.weight.dtype)
 
         def states(at: int, dtype: torch.dtype) -> torch.Tensor:
@@ -227,6 +227,10 @@ class FileTensors:
             grad=self.grad,
             grad_factor=self.grad_factor,
         )
+
+    def scaled_by(self, factor: torch.Tensor) -> FileTensors:
+        """The same with a word by which gradients are multiplied."""
+        return replace(self, grad_factor=factor)
 
     def bind(self, scalars: Scalars) -> Update:
         """The C form, which is not checked again. It holds addresses only: the tensors must outlive its use."""

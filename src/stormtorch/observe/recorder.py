@@ -29,8 +29,8 @@ class Mark:
 
 @dataclass
 class Totals:
-    """Bytes and seconds of copies by lane and tag, waits by cause, the number and seconds of other events by kind, the
-    bytes of the pool, and when steps ended."""
+    """Bytes and seconds of copies by lane and tag, and of reads and writes by kind and tag; waits by cause; the number
+    and seconds of other events by kind; the bytes of the pool; and when steps ended."""
 
     bytes: dict[tuple[str, Tag], int] = field(default_factory=dict)
     busy_s: dict[tuple[str, Tag], float] = field(default_factory=dict)
@@ -72,9 +72,9 @@ class Recorder:
         with self._lock:
             totals = self._totals
             self._latest.append(span)
-            if what is What.COPY:
+            if what is What.COPY or (span.tag is not None and what in (What.READ, What.WRITE)):
                 assert span.tag is not None
-                key = (span.name, span.tag)
+                key = (span.name if what is What.COPY else what.value, span.tag)
                 totals.bytes[key] = totals.bytes.get(key, 0) + span.bytes
                 totals.busy_s[key] = totals.busy_s.get(key, 0.0) + seconds
                 return

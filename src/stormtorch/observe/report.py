@@ -44,6 +44,28 @@ def gpu_time(marks: Sequence[Mark]) -> GpuTime | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiskTraffic:
+    """What a step reads and writes on disk, how long that takes, and how much of that time compute waits for."""
+
+    read_bytes: float
+    written_bytes: float
+    busy_s: float
+    exposed_s: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of the time in which compute does not wait for it."""
+        return 1 - min(1.0, self.exposed_s / self.busy_s) if self.busy_s else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"read {format_bytes(int(self.read_bytes))}, written {format_bytes(int(self.written_bytes))} per step, "
+            f"busy {self.busy_s:.4f} s, {self.hidden:.0%} of it hidden; "
+            f"{self.written_bytes / 1e9:.3g} TB written per 1,000 steps"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Measured since the session began; ``str`` gives the table. Per-step figures are means, ``step_s`` is a median."""
 
@@ -58,8 +80,9 @@ class Report:
     bytes_in_per_step: dict[str, float]
     bytes_out_per_step: dict[str, float]
     waits_s_per_step: dict[str, float]
+    disk: DiskTraffic | None  # None: nothing lies there
     gpu: GpuTime | None  # None if the GPU cannot be checked, and on the CPU
-    limits_s: dict[str, float]  # the least time of a step, by what would set it: compute, in, out, cpu, host
+    limits_s: dict[str, float]  # the least time of a step, by what would set it: compute, in, out, cpu, disk, host
     limited_by: str | None
     percent_of_limit: float | None
     balances: list[Balance]
@@ -81,6 +104,8 @@ class Report:
         for title, table in (("in", self.bytes_in_per_step), ("out", self.bytes_out_per_step)):
             parts = ", ".join(f"{name} {format_bytes(int(size))}" for name, size in table.items())
             lines.append(f"{title:<4}per step: {parts or 'nothing'}")
+        if self.disk is not None:
+            lines.append(f"disk: {self.disk}")
         if self.limited_by:
             limits = ", ".join(f"{name} {seconds:.4f} s" for name, seconds in self.limits_s.items())
             lines.append(
@@ -122,6 +147,9 @@ def make_report(
         "out": sum(seconds for (name, _), seconds in totals.busy_s.items() if name == "store") / steps,
         "cpu": totals.seconds.get(What.UPDATE, 0.0) / steps,
     }
+    disk = _disk_traffic(totals, steps, waits.get("updates", 0.0))
+    if disk is not None:
+        limits["disk"] = disk.busy_s
     gpu = gpu_time(list(totals.marks)[1:])  # the first step is cold
     if gpu is not None and step_s:
         limits["compute"] = gpu.busy * step_s
@@ -130,6 +158,7 @@ def make_report(
     limited_by = max(limits, key=lambda name: limits[name]) if step_s else None
     return Report(
         gpu=gpu,
+        disk=disk,
         steps=len(ends),
         step_s=step_s,
         samples_per_s=samples_per_step / step_s if samples_per_step and step_s else None,
@@ -151,6 +180,14 @@ def make_report(
         pool_bytes=totals.pool_bytes,
         plan=plan,
     )
+
+
+def _disk_traffic(totals: Totals, steps: int, exposed_s: float) -> DiskTraffic | None:
+    read, written = (sum(_per_step(totals, steps, what.value).values()) for what in (What.READ, What.WRITE))
+    busy_s = sum(seconds for (name, _), seconds in totals.busy_s.items() if name == What.READ.value) / steps
+    if not read and not written:
+        return None
+    return DiskTraffic(read_bytes=read, written_bytes=written, busy_s=busy_s, exposed_s=exposed_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,8 @@ def stream(
     *,
     vram: object = "auto",
     ram: object = "auto",
+    disk: object = None,
+    disk_limit: object = None,
     device: torch.device | str = "auto",
     activations: str = "auto",
     step: str = "auto",
@@ -37,8 +39,10 @@ def stream(
 ) -> Session:
     """Stream ``model`` through ``vram`` of device memory, in place; the training loop remains unchanged.
 
-    ``vram``, ``ram``: hard limits, "8GiB", a number of bytes, or "auto". ``device``: where to compute; "auto" is the
-    first GPU, or the CPU. ``step``: when the optimizer runs. "forward" (the "auto" choice) is exact with everything:
+    ``vram``, ``ram``: hard limits, "8GiB", a number of bytes, or "auto". ``disk``: a directory on a fast local disk, or
+    several, for optimizer states that ``ram`` has no room for; ``disk_limit``: at most so much of it. ``device``: where
+    to compute; "auto" is the first GPU, or the CPU. ``step``: when the optimizer runs. "forward" (the "auto" choice) is
+    exact with everything:
     ``step()`` returns at once and the next forward follows the update unit by unit. "backward" updates each unit as its
     gradients arrive, and refuses clipping, accumulation and skipped steps. "serial" does one thing at a time, for
     debugging; the numbers are the same. ``master_dtype``: bf16 and fp16 models are updated with fp32 masters, or with
@@ -54,6 +58,8 @@ def stream(
     settings = Settings(
         vram=vram,
         ram=ram,
+        disk=disk,
+        disk_limit=disk_limit,
         device=device,
         activations=activations,
         step=step,

@@ -19,9 +19,12 @@ from ..checkpoint.state.snapshot import Still
 from ..core.endings import Endings
 from ..core.errors import SettingError
 from ..core.tags import Tag
+from ..memory.disk.calls import SystemCalls
+from ..memory.disk.scratch import ScratchFile, create_scratch
 from ..memory.host.arena import PAGE, HostArena
 from ..memory.lanes.flags import Flag
 from ..memory.pools.device import bytes_for_graph
+from ..native.worker.files import open_file_worker
 from ..native.worker.jobs import UpdateMeter
 from ..native.worker.open import open_worker
 from ..planner.inference import Inference
@@ -38,13 +41,15 @@ from ..streams.model.attach import Attachment
 from ..streams.model.schedule import Schedule
 from ..streams.optimizer.adam.ahead import spare_bytes
 from ..streams.optimizer.adam.device_states import kept_bytes
+from ..streams.optimizer.adam.disk_home import DiskHome, file_of
 from ..streams.optimizer.adam.home import AdamHome
-from ..streams.optimizer.adam.state_home import RamHome, StateHome
+from ..streams.optimizer.adam.state_home import RamHome
 from ..streams.optimizer.adam.stream import AdamStream
 from ..streams.optimizer.stream import OptimizerStream
 from ..streams.optimizer.torch_step import TorchStep, is_whole
 from ..streams.optimizer.updater import MASTER
 from ..streams.settings import Settings, Trial
+from ..streams.units.sizes import FILE_THREADS
 from ..streams.weights.graph_twins import GraphTwins
 from ..streams.weights.residency import Residence, Residency
 from ..streams.weights.stream import ParameterStream
@@ -117,7 +122,7 @@ def _open(
     exchange: Exchange,
 ) -> Parts:
     ground, images = open_ground(model, optimizer, settings, trial, endings)
-    flags = (ground.board[index] for index in range(ground.flags_taken, len(ground.board)))
+    flags = (ground.board[index] for index in range(len(ground.board)))
     tuning = Tuning(
         ground.meter,
         ledger=ground.ledger,
@@ -290,7 +295,8 @@ def _open_adam(
     endings.before_others(states.close)
     factors = ground.arena(ground.homes.factors_bytes, Tag.STAGING)
     endings.before_others(factors.close)
-    state_home: StateHome = RamHome(units, states)
+    disk = _open_disk(ground, states, flags, trial) if ground.homes.on_disk.layouts else None
+    state_home = disk or RamHome(units, states)
     residences = schedule.residency.residences
     homes = [AdamHome(r.unit, [next(flags) for _ in r.unit.trained], r.gate) for r in residences]
     for item in (item for unit in units for item in unit.trained):
@@ -317,6 +323,7 @@ def _open_adam(
         waits=ground.waits,
         factors=factors.tensor((64, 16), torch.float32)[:, :1],
         take=take,
+        disk=disk,
         in_backward_mode=mode == "backward",
         poison=ground.poison,
     )
@@ -338,3 +345,31 @@ def _open_adam(
 
     tuning.take_adam(adam, worker, can_travel=can_travel, fixed_share=trial.device_share)
     return adam
+
+
+def _open_disk(ground: Ground, states: HostArena, flags: Iterator[Flag], trial: Trial) -> DiskHome:
+    """Open scratch files, and the threads that update states there."""
+    on_disk, calls, directories = ground.homes.on_disk, trial.calls or SystemCalls(), ground.directories
+    sizes = [0] * len(directories)
+    for number, layout in enumerate(on_disk.layouts.values()):
+        for region, size in enumerate(layout.regions):
+            sizes[file_of(number, region, len(sizes))] += size
+    files = list[ScratchFile]()
+    for directory, size in zip(directories, sizes, strict=True):
+        files.append(create_scratch(directory, size, ledger=ground.ledger, tag=Tag.OPTIMIZER, calls=calls))
+        ground.endings.after_others(files[-1].close)  # states are read there until all are shown
+    memory = HostArena(on_disk.ram_bytes, ledger=ground.ledger, tag=Tag.STAGING)
+    ground.endings.before_others(memory.close)
+    mine = memory.tensor((FILE_THREADS * on_disk.thread_bytes,), torch.uint8, alignment=PAGE)
+    worker = open_file_worker(FILE_THREADS, mine, read=calls.pread, write=calls.pwrite)
+    ground.endings.before_others(worker.close)
+    return DiskHome(
+        ground.units,
+        states,
+        on_disk.layouts,
+        files=files,
+        worker=worker,
+        board=ground.board,
+        flags=flags,
+        sink=ground.recorder,
+    )

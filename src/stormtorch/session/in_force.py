@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.plan import Activations, GradientRing, Limit, OptimizerShare, Origin, Part, Plan, UnitPlan
+from ..core.plan import Activations, DiskUse, GradientRing, Limit, OptimizerShare, Origin, Part, Plan, UnitPlan
 from ..core.tags import Tier
 from ..memory.books.ledger import Ledger
 from ..streams.settings import Settings
@@ -19,6 +19,7 @@ def plan_in_force(parts: Parts, settings: Settings) -> Plan:
     return Plan(
         vram=_limit(ground.ledger, Tier.DEVICE),
         ram=_limit(ground.ledger, Tier.HOST),
+        disk=_disk(parts),
         pool=pool,
         division=ground.division,
         units=_units(parts, all_resident=pool.is_whole),
@@ -26,6 +27,21 @@ def plan_in_force(parts: Parts, settings: Settings) -> Plan:
         step=None if parts.optimizer is None else settings.step_mode,
         optimizer=_optimizer(parts),
         activations=_activations(parts, settings),
+    )
+
+
+def _disk(parts: Parts) -> DiskUse | None:
+    budget, on_disk = parts.ground.ledger.budgets.get(Tier.DISK), parts.ground.homes.on_disk
+    if budget is None:
+        return None
+    few = f"{len(on_disk.layouts)} of {len(parts.ground.units)} units, because RAM has no room for all states"
+    given = f"{budget.given}: {budget.reason}" if budget.reason else budget.given
+    return DiskUse(
+        limit_bytes=budget.limit_bytes,
+        states_bytes=on_disk.disk_bytes,
+        ram_bytes=on_disk.ram_bytes,
+        reason=f"{few if on_disk.layouts else 'RAM has room for all states'}; {given}",
+        origin=Origin.PLANNED,
     )
 
 
@@ -44,6 +60,7 @@ def _units(parts: Parts, *, all_resident: bool) -> tuple[UnitPlan, ...]:
 
     def planned(unit: Unit) -> UnitPlan:
         index, states = unit.index, 8 * unit.state_count + unit.master_bytes
+        home = Tier.DISK if index in parts.ground.homes.on_disk.layouts else Tier.HOST
         return UnitPlan(
             name=unit.name,
             weights=Part(
@@ -52,7 +69,7 @@ def _units(parts: Parts, *, all_resident: bool) -> tuple[UnitPlan, ...]:
                 resident=all_resident or index in weights_kept,
             ),
             gradients=_part(memory.home_bytes_of(unit), index in kept) if unit.trained else None,
-            states=_part(states, index in kept) if unit.trained and updater.keeps_states else None,
+            states=_part(states, index in kept, home) if unit.trained and updater.keeps_states else None,
         )
 
     return tuple(map(planned, parts.ground.units))
@@ -64,8 +81,8 @@ def _gradients(parts: Parts, settings: Settings) -> GradientRing | None:
     return GradientRing(ring_bytes=ring_bytes, reason=why, origin=Origin.PLANNED) if ring_bytes else None
 
 
-def _part(size: int, resident: bool) -> Part:
-    return Part(bytes=size, home=Tier.HOST, resident=resident)
+def _part(size: int, resident: bool, home: Tier = Tier.HOST) -> Part:
+    return Part(bytes=size, home=home, resident=resident)
 
 
 def _optimizer(parts: Parts) -> OptimizerShare | None:

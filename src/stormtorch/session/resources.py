@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..core.endings import Endings
 from ..core.errors import SettingError
+from ..core.notices import say_once
 from ..core.plan import Division, Placement
 from ..core.sizes import as_setting, parse_bytes, round_up
 from ..core.tags import Tag, Tier
@@ -39,10 +41,10 @@ from ..streams.optimizer.adam.device_states import kept_bytes
 from ..streams.optimizer.adam.settings import runs_as_adam
 from ..streams.optimizer.torch_step import is_separable
 from ..streams.settings import Settings, Trial
-from ..streams.units.in_files import spans_of
+from ..streams.units.in_files import InFiles, spans_of
 from ..streams.units.partition import Partition, partition
 from ..streams.units.placement import UNITS_IN_BUDGET, Cut, division, place, room_for
-from ..streams.units.sizes import Homes, homes_for
+from ..streams.units.sizes import Homes, check_disk, homes_for
 from ..streams.units.unit import Place, Unit
 from ..streams.weights.from_files import Files
 
@@ -59,6 +61,7 @@ class Outline:
     division: Division
     placement: Placement
     homes: Homes
+    directories: list[Path]  # for states on disk
     meter: DeviceMeter | None  # None: memory on the device is not counted
 
 
@@ -76,7 +79,6 @@ class Ground(Outline):
     idle: IdleMeter | None  # None: there is no GPU to watch
     poison: Lane | None  # for tests: fills freed device memory with NaN
     files: Files | None  # that have frozen weights; None: all weights have a home in RAM
-    flags_taken: int  # of the board's first ones
 
     @property
     def units(self) -> list[Unit]:
@@ -116,9 +118,16 @@ def outline(
 ) -> Outline:
     """Raise for budgets or settings that do not allow the model. Needs sizes only, no memory."""
     device = usable_device(settings.device)
-    ledger = open_ledger(device, vram=settings.vram, ram=settings.ram, returning_bytes=ram_of(model.parameters()))
+    ledger = open_ledger(
+        device,
+        vram=settings.vram,
+        ram=settings.ram,
+        disk=settings.directories,
+        disk_limit=settings.disk_limit,
+        returning_bytes=ram_of(model.parameters()),
+    )
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
-    spans = spans_of(model.parameters(), trained_too=optimizer is None) if settings.disk is not None else {}
+    spans = spans_of(model.parameters(), trained_too=optimizer is None) if settings.directories else {}
     cutting = _Cutting(model, settings, by_rows=optimizer is None, spans=spans)
     cut = cutting.cut(limit, ledger.free_bytes(Tier.DEVICE))
     kept = sum(kept_bytes(unit, wide=True) for unit in cut.partition.units[: trial.kept])
@@ -144,8 +153,22 @@ def outline(
             f'{type(optimizer).__name__} is not known to do so. Use step="forward".'
         )
     in_backward = settings.step_mode.mode == "backward"
-    homes = homes_for(units, ledger, optimizer=optimizer is not None, adam=adam, in_backward=in_backward)
-    for unit in homes.in_files:
+    if settings.directories and optimizer is not None and not adam:
+        say_once(
+            f"disk= holds the states of Adam and AdamW. Those of {type(optimizer).__name__} lie in RAM, where torch "
+            "makes them."
+        )
+    homes = homes_for(
+        units,
+        ledger,
+        optimizer=optimizer is not None,
+        adam=adam,
+        in_backward=in_backward,
+        disk=bool(settings.directories),
+        disk_part=trial.disk_part,
+    )
+    check_disk(homes.on_disk, ledger)
+    for unit in homes.in_files.units:
         unit.stay_in_files()
     return Outline(
         device=device,
@@ -154,6 +177,7 @@ def outline(
         division=cut.division,
         placement=placement,
         homes=homes,
+        directories=settings.directories,
         meter=meter,
     )
 
@@ -188,7 +212,7 @@ def open_ground(
 
     arena.fill(move)
     moving.say_what_is_held()
-    ring = _open_ring(homes, ledger, page_lock)
+    ring = _open_ring(homes.in_files, ledger, page_lock)
     if ring is not None:
         endings.before_others(ring.close)
     copied = arena if ring is None or not arena.pinned else ring  # one of both that could not be locked, if any
@@ -198,7 +222,7 @@ def open_ground(
     endings.before_others(lanes.close)
     board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)
     endings.before_others(board.close)
-    files = None if ring is None else _open_files(homes, ring, board, endings)
+    files = None if ring is None else _open_files(homes.in_files, ring, board, endings)
     poison = lanes.store if trial.poison else None
     pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, sink=recorder, poison=poison)
     endings.before_others(pool.close)
@@ -218,20 +242,20 @@ def open_ground(
         idle=idle,
         poison=poison,
         files=files,
-        flags_taken=0 if homes.reading is None else 2 * homes.reading.slots,
     )
     return ground, images
 
 
-def _open_ring(homes: Homes, ledger: Ledger, page_lock: PageLock | None) -> HostArena | None:
+def _open_ring(in_files: InFiles, ledger: Ledger, page_lock: PageLock | None) -> HostArena | None:
     """RAM through which weights come from files; None if all have a home in RAM."""
-    if homes.reading is None:
+    if not in_files.units:
         return None
-    return HostArena([round_up(homes.reading.bytes, PAGE)], ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
+    size = round_up(in_files.ring_bytes, PAGE)
+    return HostArena([size], ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
 
 
-def _open_files(homes: Homes, arena: HostArena, board: Flags, endings: Endings) -> Files:
-    """Open the files that have weights, and the thread that reads them."""
+def _open_files(in_files: InFiles, arena: HostArena, board: Flags, endings: Endings) -> Files:
+    """Open the files that have weights, and the threads that read them."""
     opened: dict[str, WeightFile] = {}
 
     def open_file(place: Place) -> WeightFile:
@@ -241,15 +265,14 @@ def _open_files(homes: Homes, arena: HostArena, board: Flags, endings: Endings) 
             endings.after_others(file.close)
         return opened[place.span.path]
 
-    assert homes.reading is not None
     worker = open_file_worker(_READING_THREADS, torch.empty(0, dtype=torch.uint8, device="cpu"))
     endings.before_others(worker.close)
     return Files(
-        homes.in_files,
+        in_files.units,
         open_file,
-        ring=arena.tensor((homes.reading.bytes,), torch.uint8, alignment=PAGE),
-        slot_bytes=homes.reading.slot_bytes,
-        flags=[board[index] for index in range(2 * homes.reading.slots)],
+        ring=arena.tensor((in_files.ring_bytes,), torch.uint8, alignment=PAGE),
+        slot_bytes=in_files.slot_bytes,
+        flags=[board[len(board) - in_files.flags + index] for index in range(in_files.flags)],
         worker=worker,
     )
 

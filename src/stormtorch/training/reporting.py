@@ -101,6 +101,8 @@ def describe_placement(session: Session) -> list[str]:
         f"gradients ({plan.pool.reason})",
         f"RAM        {_limit(ledger.budgets[Tier.HOST])}: {', '.join(used)}",
     ]
+    if plan.disk is not None:
+        lines.append(f"disk       {plan.disk}")
     if plan.activations.mode != "keep":
         lines.append(f"activations {plan.activations.reason}")
     return lines

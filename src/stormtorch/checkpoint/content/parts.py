@@ -109,7 +109,7 @@ def _piece(durable: Durable, tensor: torch.Tensor, name: str) -> Piece:
             f"{name!r} cannot be saved: safetensors has no {found.dtype} tensors of layout {found.layout}."
         )
     in_file = durable.in_file(tensor) if found.is_contiguous() else None
-    return Piece(found, unit, durable.is_frozen(tensor), in_file)
+    return Piece(found, unit, durable.is_frozen(tensor), in_file=in_file)
 
 
 def _add(content: Content, shards: Mapping[str, list[str]], pieces: Mapping[str, Piece]) -> None:
@@ -165,7 +165,8 @@ def _optimizer(
         numbers[name] = {}
         for key, value in state.items():
             if _has_file_form(key, value, durable.has_home(parameter, key)):
-                pieces[f"{name}.{key}"] = Piece(value.detach(), durable.unit_of(parameter))
+                stored = durable.stored(parameter, key)
+                pieces[f"{name}.{key}"] = Piece(value.detach(), durable.unit_of(parameter), stored=stored)
                 numbers[name][key] = None  # keeps the order of the keys
             else:
                 numbers[name][key] = value.clone() if isinstance(value, torch.Tensor) else value  # it may be a view

@@ -22,6 +22,7 @@ from ...core.errors import CheckpointError, WrongModel
 from ...memory.disk.buffers import bytes_of
 from ...memory.disk.mapped import Span
 from ...memory.disk.safetensors_header import DTYPES, Entry, UnknownDtype, parse_header
+from ...memory.disk.stored import StoredTensor
 from . import disk
 from .disk import CHUNK, FileReader, Record
 from .threads import Task
@@ -76,11 +77,12 @@ Headers = Mapping[str, Mapping[str, Entry]]  # by file, then by the tensor's nam
 def reading(
     folder: Path,
     headers: Headers,
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor | StoredTensor],
     sums: Mapping[str, Record],
     fixed: Mapping[str, Span] = MappingProxyType({}),
 ) -> list[Task]:
-    """Tasks that read the tensors of each file into ``targets``, by name: existing memory. They skip other tensors.
+    """Tasks that read the tensors of each file into ``targets``, by name: existing memory, or other files. They skip
+    other tensors.
 
     They read every byte of a file that has an entry in ``sums``, and verify its checksum. ``fixed``: targets that lie
     in files, where they cannot be written. The tasks compare those, and raise WrongModel where they differ."""
@@ -93,15 +95,16 @@ def reading(
 def _read_file(
     path: Path,
     header: Mapping[str, Entry],
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor | StoredTensor],
     expected: Record | None,
     fixed: Mapping[str, Span],
     stop: threading.Event,
 ) -> None:
     with FileReader(path, stop, sums=expected is not None) as file:
         for name, entry in header.items():
-            if name in fixed:
-                _compare(file, entry, name, targets[name], fixed[name])
+            target = targets.get(name)
+            if isinstance(target, torch.Tensor) and name in fixed:
+                _compare(file, entry, name, target, fixed[name])
             elif name in targets:
                 file.skip_to(entry.start)
                 _fill(file, entry, targets[name])
@@ -126,9 +129,14 @@ def _compare(file: FileReader, entry: Entry, name: str, target: torch.Tensor, sp
             )
 
 
-def _fill(file: FileReader, entry: Entry, target: torch.Tensor) -> None:
+def _fill(file: FileReader, entry: Entry, target: torch.Tensor | StoredTensor) -> None:
     """Read a tensor: directly if its memory is laid out as in the file, else chunk by chunk."""
-    if _has_file_layout(target) and target.dtype == entry.dtype:
+    if isinstance(target, StoredTensor):
+        buffer = memoryview(bytearray(min(CHUNK, target.nbytes)))
+        for at in range(0, target.nbytes, CHUNK):
+            file.read(buffer[: target.nbytes - at])
+            target.write(buffer[: target.nbytes - at], at)
+    elif _has_file_layout(target) and target.dtype == entry.dtype:
         file.read(bytes_of(target))
     elif target.is_contiguous():
         step = CHUNK // entry.dtype.itemsize

@@ -18,6 +18,7 @@ from torch import nn
 from ...core.errors import CheckpointError, SettingError, StormError, WrongModel
 from ...core.notices import say_once
 from ...memory.books.limits import host_available_bytes
+from ...memory.disk.stored import StoredTensor
 from ...streams.home.parameter import plain
 from ...streams.optimizer.updater import MASTER
 from ..content.adapter import WEIGHTS, adapter_files, is_adapted
@@ -180,7 +181,7 @@ def _states(
         for name in manifest.files
         if name.startswith(OPTIMIZER) and name.endswith(".safetensors")
     }
-    states, targets = _States(), dict[str, torch.Tensor]()
+    states, targets = _States(), dict[str, torch.Tensor | StoredTensor]()
     forms: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
     for header in headers.values():
         for full, entry in header.items():
@@ -212,7 +213,7 @@ def _states(
             raise WrongModel(
                 f"{directory} has {error.args[0]!r} of {name!r} in another shape or dtype than here."
             ) from None
-        targets |= {f"{name}.{key}": rooms[key] for key in forms.get(name, {})}
+        targets |= {f"{name}.{key}": durable.stored(parameter, key) or rooms[key] for key in forms.get(name, {})}
         states.single.extend((rooms[key], value) for key, value in beside.items())
         states.by_parameter[parameter] = {
             **_on_device_of(parameter, optimizer, numbers, durable.unit_of(parameter) is None),

@@ -7,15 +7,15 @@ every device copy is stale."""
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...core.errors import StormError
-from ...memory.disk.mapped import Span
+from ...memory.disk.mapped import FileTensor, Span
+from ...memory.disk.stored import StoredTensor
 from ...streams.bridge.handlers import inside_step, undisturbed
 from ...streams.bridge.torch_private import in_backward, without_torch_function
 from ...streams.home.parameter import plain
@@ -72,12 +72,12 @@ class Durable:
         place = self._place.get(id(tensor))
         return place is not None and not place.trained
 
-    def in_file(self, tensor: torch.Tensor) -> Callable[[], Iterator[bytes]] | None:
-        """How to read a parameter that the session reads from a file, part by part; None for others."""
+    def in_file(self, tensor: torch.Tensor) -> FileTensor | None:
+        """The bytes of a parameter that the session reads from a file; None for others."""
         place, files = self._place.get(id(tensor)), self._parameters.files
         if place is None or not place.in_file or place.span is None or files is None:
             return None
-        return functools.partial(files.file_of(place).parts, place.span.offset, place.span.size)
+        return FileTensor(files.file_of(place), place.span.offset, place.span.size)
 
     def spans(self, named: Mapping[str, torch.Tensor]) -> dict[str, Span]:
         """Where the session reads parameters from files, by name: their values cannot be written."""
@@ -184,6 +184,11 @@ class Durable:
         if place is None or not place.trained:
             return False
         return self.has_masters and place.is_split if key == MASTER else key in self._updater.shown_states(place)
+
+    def stored(self, parameter: torch.Tensor, key: str) -> StoredTensor | None:
+        """A state of the parameter that lies in a file, to be read and written there; None: it is in RAM."""
+        place = self._place.get(id(parameter))
+        return None if place is None else self._updater.stored_state(place, key)
 
     def install(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Replace all of the optimizer's states. The tensors are those of ``room_for``, filled."""

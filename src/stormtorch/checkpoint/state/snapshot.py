@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,8 @@ import torch
 from ...core.errors import OutOfBudget
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger, Reservation
+from ...memory.disk.mapped import FileTensor
+from ...memory.disk.stored import StoredTensor
 from ...streams.bridge.handlers import undisturbed
 
 
@@ -29,13 +31,14 @@ class Released(Exception):
 class Piece:
     """One tensor of a save. ``unit``: the index of the unit that holds it; None: it is not streamed.
 
-    ``frozen``: no optimizer step changes it. ``in_file``: nothing changes it: the bytes of a file, to be read part by
-    part."""
+    ``frozen``: no optimizer step changes it. ``stored``: it lies in a file, and is read from there; nothing copies it,
+    so a change of its unit waits until it is written. ``in_file``: nothing changes it at all."""
 
     tensor: torch.Tensor
     unit: int | None = None
     frozen: bool = False
-    in_file: Callable[[], Iterator[bytes]] | None = None
+    stored: StoredTensor | None = None
+    in_file: FileTensor | None = None
     state: str = "waiting"  # "lent", "copying", "copied" or "done"
     charge: Reservation | None = field(default=None, repr=False)  # of RAM for copies; the last piece to go ends it
 
@@ -81,7 +84,7 @@ class Still:
                 self._copy_or_wait([piece for piece in group if piece not in fixed])
 
     def _copy_or_wait(self, group: list[Piece]) -> None:
-        waiting = [piece for piece in group if piece.state == "waiting"]
+        waiting = [piece for piece in group if piece.state == "waiting" and piece.stored is None]
         try:
             charge = self._reserve(waiting)
         except OutOfBudget:

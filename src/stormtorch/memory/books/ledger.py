@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,11 +156,12 @@ def open_ledger(
     *,
     vram: object = "auto",
     ram: object = "auto",
-    disk: Path | str | None = None,
+    disk: Path | str | Sequence[Path] | None = None,
+    disk_limit: object = None,
     returning_bytes: int = 0,
 ) -> Ledger:
     """A ledger for this machine from the user's settings; refuses budgets that the machine can never meet.
-    ``returning_bytes`` of RAM are in use now and become free as the budget is used."""
+    ``disk``: directories. ``returning_bytes`` of RAM are in use now and become free as the budget is used."""
     device = limits.usable_device(device)
     free, total = limits.device_memory_bytes(device)
     host_free, host_total = limits.host_available_bytes() + returning_bytes, limits.host_total_bytes()
@@ -174,15 +175,10 @@ def open_ledger(
     available: dict[Tier, Available] = {Tier.HOST: limits.host_available_bytes}
     if device.type == "cuda":
         available[Tier.DEVICE] = lambda: limits.device_memory_bytes(device)[0]
-    if disk is not None:
-        directory = Path(disk)
-        if not directory.is_dir():
-            raise SettingError(f"disk={str(disk)!r} is not a directory. Name one that exists, on the disk to spill to.")
-        free, total = limits.disk_bytes(directory)
-        headroom = max(GiB, free // 20)
-        given = f"disk={str(disk)!r}"
-        budgets.append(_automatic(Tier.DISK, given, free=free, total=total, headroom=headroom, kept_for="others there"))
-        available[Tier.DISK] = lambda: limits.disk_bytes(directory)[0]
+    if disk:
+        directories = [Path(disk)] if isinstance(disk, str | Path) else list(disk)
+        budgets.append(_disk_budget(directories, disk_limit))
+        available[Tier.DISK] = lambda: _disk_bytes(directories)[0]
     return Ledger(*budgets, available=available)
 
 
@@ -197,6 +193,34 @@ def _budget(tier: Tier, value: object, *, free: int, total: int, headroom: int, 
             )
         return Budget(tier=tier, limit_bytes=limit, given=f"{name}={value!r}")
     return _automatic(tier, f"{name}='auto'", free=free, total=total, headroom=headroom, kept_for=kept_for)
+
+
+def _disk_budget(directories: Sequence[Path], limit: object) -> Budget:
+    given = f"disk={', '.join(map(str, directories))!r}"
+    for directory in directories:
+        if not directory.is_dir():
+            raise SettingError(
+                f"disk={str(directory)!r} is not a directory. Name one that exists, on a fast local disk."
+            )
+    free, total = _disk_bytes(directories)
+    if limit is None:
+        return _automatic(
+            Tier.DISK, given, free=free, total=total, headroom=max(GiB, free // 20), kept_for="others there"
+        )
+    size = parse_bytes(limit, setting="disk_limit")
+    if size > total:
+        raise SettingError(
+            f"disk_limit={limit!r} is {format_bytes(size)}, but {given} has {format_bytes(total)} in all. Give at most "
+            "that."
+        )
+    return Budget(tier=Tier.DISK, limit_bytes=size, given=f"disk_limit={limit!r}")
+
+
+def _disk_bytes(directories: Sequence[Path]) -> tuple[int, int]:
+    """(free, total) bytes of the filesystems of these directories, each counted once."""
+    filesystems = {directory.stat().st_dev: directory for directory in directories}
+    sizes = [limits.disk_bytes(directory) for directory in filesystems.values()]
+    return sum(free for free, _ in sizes), sum(total for _, total in sizes)
 
 
 def _automatic(tier: Tier, given: str, *, free: int, total: int, headroom: int, kept_for: str) -> Budget:

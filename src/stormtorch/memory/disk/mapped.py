@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import numpy as np
 from ...core.endings import Closing
 from ...core.errors import StorageError
 from ...core.sizes import MiB, round_down, round_up
+from ...native import moves
 from .calls import storage_error
 from .files import ALIGNMENT, File, open_file
 
@@ -139,22 +141,15 @@ class WeightFile(Closing):
             "model's files alone during a run; start again from the last checkpoint."
         )
 
-    def parts(self, offset: int, size: int) -> Iterator[bytes]:
-        """The bytes from ``offset`` on, part by part; they do not stay in RAM."""
+    def fill(self, view: memoryview, offset: int) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on, which do not stay in the page cache. Blocks."""
         number = self.plain.number
-        for at in range(offset, offset + size, _PART):
-            wanted = min(_PART, offset + size - at)
-            part = b""
-            while len(part) < wanted:
-                try:
-                    more = os.pread(number, wanted - len(part), at + len(part))
-                except OSError as error:
-                    raise storage_error(f"read bytes {at} to {at + wanted} of {self.path}", error) from error
-                if not more:
-                    raise self._changed("is truncated")
-                part += more
-            os.posix_fadvise(number, at, wanted, os.POSIX_FADV_DONTNEED)
-            yield part
+        error, got = moves.move_all(moves.read_at, number, view, offset, needed=len(view), unit=1)
+        if error == errno.ENODATA:
+            raise self._changed(f"is truncated at byte {offset + got}")
+        if error:
+            raise storage_error(f"read {len(view)} bytes of {self.path}", OSError(error, os.strerror(error)))
+        os.posix_fadvise(number, offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def is_shown(self, address: int, offset: int, size: int) -> bool:
         """Whether the mapping at ``address`` still shows the file's bytes: no code has written to it."""
@@ -164,6 +159,19 @@ class WeightFile(Closing):
             if here != os.pread(self.plain.number, last - first, offset + first - address):
                 return False
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A contiguous tensor in a file that nothing writes."""
+
+    file: WeightFile
+    at: int
+    nbytes: int
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill ``view`` with its bytes from ``offset`` on. Raises StorageError."""
+        self.file.fill(view, self.at + offset)
 
 
 def private_pages(address: int, size: int) -> Iterator[tuple[int, int]]:

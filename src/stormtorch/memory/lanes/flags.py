@@ -15,10 +15,11 @@ import math
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 
-from ...core.errors import LaneError
+from ...core.errors import LaneError, StorageError
 from ...core.sizes import round_up
 from ...core.tags import Tag
 from ...native import flag_words
@@ -86,6 +87,7 @@ class Flags:
         self.lock = threading.RLock()
         self.awaited: dict[int, int] = {}  # address -> the latest value that a stream waits for
         self._error: BaseException | None = None
+        self._cause: Callable[[], BaseException] | None = None  # see `watch`
         self._arena = HostArena((count + 1) * _SPACING, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
         # Kept as long as the board, closed or not: a worker's job or a reader may still look at a word.
         self._words = words = self._arena.tensor(((count + 1) * _SPACING,), torch.uint8, alignment=_SPACING)
@@ -111,12 +113,22 @@ class Flags:
             self._error = self._error or error
             _let_go(self.awaited, self.aborted.address)
 
+    def watch(self, cause: Callable[[], BaseException]) -> None:
+        """Before each use, check whether a native thread has written ``aborted`` itself; ``cause`` gives its error."""
+        self._cause = cause
+
     @property
     def is_aborted(self) -> bool:
+        if self._error is None and self._cause is not None and self.aborted.read():
+            self.abort(self._cause())
         return self._error is not None
 
     def raise_if_aborted(self) -> None:
-        if self._error is not None:
+        if self._error is None and self._cause is None:
+            return
+        if self.is_aborted:
+            if isinstance(self._error, StorageError):  # says all that the user can use
+                raise StorageError(str(self._error)) from self._error
             raise LaneError(f"A writer of this flag ended early: {self._error}") from self._error
 
     def close(self) -> None:

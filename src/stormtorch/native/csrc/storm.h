@@ -29,18 +29,26 @@ typedef struct {
     int64_t finished;  /* jobs updated entirely */
     int64_t abandoned; /* jobs dropped before they began, by stop or by their abort flag */
     int64_t pending;   /* jobs queued or running */
-    double file_s;     /* thread-seconds spent in reads and writes of files */
+    double file_s;     /* seconds in which at least one thread was reading or writing a file */
     int64_t read_bytes, written_bytes;
 } storm_pool_stats;
 
 typedef ssize_t storm_read(int fd, void *target, size_t bytes, off_t offset);
 typedef ssize_t storm_write(int fd, const void *target, size_t bytes, off_t offset);
 
-/* The part of a job that lies in a file: `bytes` from `offset` on. `unit`: offsets after a short count are multiples of
- * it, as direct I/O needs. Without updates the bytes are read to `target`. With updates they are read to the memory that
- * the pool has for each thread, updated there, and written back; `written` follows when they are in the file. */
+/* Bytes of a file, and where they begin in the memory of a job. */
 typedef struct {
-    int64_t fd, offset, bytes, unit;
+    int64_t fd, offset, bytes, at;
+} storm_file_range;
+
+enum { STORM_FILE_RANGES = 3 };
+
+/* The part of a job that lies in files: the ranges that have bytes. `unit`: offsets after a short count are multiples of
+ * it, as direct I/O needs. Without updates the ranges are read to `target`. With updates they are read to the memory that
+ * the pool has for each thread, updated there, and written back; `written` follows when they are in their files. */
+typedef struct {
+    storm_file_range ranges[STORM_FILE_RANGES];
+    int64_t unit;
     void *target;
     storm_flag written;
 } storm_file_part;
@@ -72,7 +80,7 @@ STORM_API int32_t storm_pool_open(const int32_t *cores, int32_t core_count, int3
  * begun. */
 STORM_API int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t ticket, int32_t priority,
                                     storm_flag ready, storm_flag also, storm_flag done, storm_flag abort);
-/* Queues a job with a file. In `updates`, `master` and both moments are offsets from the beginning of the part. `done` is
+/* Queues a job with a file. In `updates`, `master` and both moments are offsets in the memory of the job. `done` is
  * written when all updates are, before their states are in the file. If an access fails, the word of `abort` is written
  * before any other. */
 STORM_API int32_t storm_pool_submit_file(storm_pool *pool, const storm_file_part *part, const storm_update *updates,

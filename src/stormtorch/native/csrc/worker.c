@@ -51,7 +51,7 @@
 typedef struct {
     storm_update update; /* the first one */
     storm_kernel *kernel;
-    storm_file_part part; /* of no bytes: the job has no file */
+    storm_file_part part; /* of no bytes in its first range: the job has no file */
     int64_t count;        /* of the updates, with a file */
     storm_flag ready, also, done, abort;
     int64_t ticket;
@@ -86,9 +86,13 @@ struct storm_pool {
     int64_t memory_bytes;    /* for each thread */
     storm_read *read;        /* pread and pwrite, but in tests */
     storm_write *write;
+    int32_t moving;      /* threads that read or write a file */
+    int64_t moving_ns;   /* since when there is one */
     storm_file_failure failure;
     storm_pool_stats stats;
 };
+
+static int has_file(const job *candidate) { return candidate->part.ranges[0].bytes > 0; }
 
 static int is_ready(const job *candidate) {
     return (!candidate->ready.address || storm_reached(candidate->ready)) &&
@@ -167,14 +171,15 @@ static void poll_waiting(storm_pool *pool) {
         pthread_cond_broadcast(&pool->work);
 }
 
-/* Moves a part of a file; the bytes moved. Goes on after EINTR and short counts; `*error`: an errno, if it cannot. */
-static int64_t move_part(const storm_pool *pool, const storm_file_part *part, char *place, int write, int64_t *error) {
+/* Moves a range; the bytes moved. Goes on after EINTR and short counts; `*error`: an errno, if it cannot. */
+static int64_t move_range(const storm_pool *pool, const storm_file_range *range, int64_t unit, char *place, int write,
+                          int64_t *error) {
     int64_t got = 0;
-    for (int stalls = 0; got < part->bytes;) {
-        const int64_t at = got - got % part->unit, left = part->bytes - at;
+    for (int stalls = 0; got < range->bytes;) {
+        const int64_t at = got - got % unit, left = range->bytes - at;
         const size_t most = (size_t)(left < BLOCK ? left : BLOCK);
-        const ssize_t more = write ? pool->write((int)part->fd, place + at, most, part->offset + at)
-                                   : pool->read((int)part->fd, place + at, most, part->offset + at);
+        const ssize_t more = write ? pool->write((int)range->fd, place + at, most, range->offset + at)
+                                   : pool->read((int)range->fd, place + at, most, range->offset + at);
         if (more < 0 && errno == EINTR)
             continue;
         if (more < 0) {
@@ -192,51 +197,67 @@ static int64_t move_part(const storm_pool *pool, const storm_file_part *part, ch
     return got;
 }
 
+/* Moves all ranges of a job; 0 if one fails, which is then noted. Needs the lock, and releases it meanwhile. */
+static int move_ranges(storm_pool *pool, const job *current, char *place, int write) {
+    storm_file_failure failure = {.write = write};
+    int64_t moved = 0;
+    if (pool->moving++ == 0)
+        pool->moving_ns = storm_now_ns();
+    pthread_mutex_unlock(&pool->lock);
+    for (int i = 0; i < STORM_FILE_RANGES && !failure.error; i++) {
+        const storm_file_range *range = &current->part.ranges[i];
+        failure.fd = range->fd;
+        failure.offset = range->offset;
+        failure.bytes = range->bytes;
+        failure.got = move_range(pool, range, current->part.unit, place + range->at, write, &failure.error);
+        moved += failure.got;
+    }
+    pthread_mutex_lock(&pool->lock);
+    if (--pool->moving == 0)
+        pool->stats.file_s += (double)(storm_now_ns() - pool->moving_ns) * 1e-9;
+    *(write ? &pool->stats.written_bytes : &pool->stats.read_bytes) += moved;
+    if (!failure.error)
+        return 1;
+    if (!current->count) /* NaN: what uses these bytes anyway shows it */
+        for (int i = 0; i < STORM_FILE_RANGES; i++)
+            memset(place + current->part.ranges[i].at, 0xff, (size_t)current->part.ranges[i].bytes);
+    if (!pool->failure.error)
+        pool->failure = failure;
+    if (current->abort.address)
+        storm_advance(current->abort);
+    return 0;
+}
+
 static void *offset_in(char *memory, void *offset) { return memory + (intptr_t)offset; }
 
-/* Runs a job with a file; the lock is released meanwhile. */
-static void run_file_job(storm_pool *pool, job *current, char *memory) {
-    const storm_file_part *part = &current->part;
-    char *place = current->count ? memory : part->target;
-    storm_file_failure failure = {.fd = part->fd, .offset = part->offset, .bytes = part->bytes};
-    int64_t updating_ns = 0, elements = 0, written = 0;
+static void run_updates(storm_pool *pool, const job *current, char *place) {
+    int64_t elements = 0;
     pthread_mutex_unlock(&pool->lock);
-
     const int64_t start = storm_now_ns();
-    const int64_t got = failure.got = move_part(pool, part, place, 0, &failure.error);
-    if (current->count && !failure.error) {
-        const int64_t begin = storm_now_ns();
-        for (int64_t i = 0; i < current->count; i++) {
-            storm_update update = i ? current->rest[i - 1] : current->update;
-            if (update.weight_kind != STORM_FP32)
-                update.master = offset_in(place, update.master);
-            update.exp_avg = offset_in(place, update.exp_avg);
-            update.exp_avg_sq = offset_in(place, update.exp_avg_sq);
-            storm_read_factor(&update);
-            storm_run(&update, storm_find_kernel(&update, pool->isa), 0, update.count);
-            elements += update.count;
-        }
-        updating_ns = storm_now_ns() - begin;
+    for (int64_t i = 0; i < current->count; i++) {
+        storm_update update = i ? current->rest[i - 1] : current->update;
+        if (update.weight_kind != STORM_FP32)
+            update.master = offset_in(place, update.master);
+        update.exp_avg = offset_in(place, update.exp_avg);
+        update.exp_avg_sq = offset_in(place, update.exp_avg_sq);
+        storm_read_factor(&update);
+        storm_run(&update, storm_find_kernel(&update, pool->isa), 0, update.count);
+        elements += update.count;
+    }
+    const int64_t spent = storm_now_ns() - start;
+    pthread_mutex_lock(&pool->lock);
+    pool->stats.busy_s += (double)spent * 1e-9;
+    pool->stats.elements += elements;
+}
+
+/* Runs a job with a file; `memory`: of this thread. */
+static void run_file_job(storm_pool *pool, job *current, char *memory) {
+    char *place = current->count ? memory : current->part.target;
+    if (move_ranges(pool, current, place, 0) && current->count) {
+        run_updates(pool, current, place);
         if (current->done.address)
             storm_advance(current->done);
-        failure.write = 1;
-        written = failure.got = move_part(pool, part, place, 1, &failure.error);
-    }
-    const int64_t spent = storm_now_ns() - start - updating_ns;
-
-    pthread_mutex_lock(&pool->lock);
-    pool->stats.busy_s += (double)updating_ns * 1e-9;
-    pool->stats.file_s += (double)spent * 1e-9;
-    pool->stats.elements += elements;
-    pool->stats.read_bytes += got;
-    pool->stats.written_bytes += written;
-    if (failure.error) {
-        if (!current->count)
-            memset(place, 0xff, (size_t)part->bytes); /* NaN: what uses these bytes anyway shows it */
-        if (!pool->failure.error)
-            pool->failure = failure;
-        if (current->abort.address)
-            storm_advance(current->abort);
+        move_ranges(pool, current, place, 1);
     }
     pool->stats.finished++;
     end_job(pool, current, current->ticket);
@@ -251,7 +272,7 @@ static void run_chunk(storm_pool *pool, int32_t thread) {
         abandon_job(pool, current);
         return;
     }
-    if (current->part.bytes) {
+    if (has_file(current)) {
         pop_ready(&pool->ready);
         current->next = 1;
         run_file_job(pool, current, pool->memory + thread * pool->memory_bytes);
@@ -420,7 +441,7 @@ static int32_t accept_job(storm_pool *pool, job *added, int64_t ticket, int32_t 
         pthread_cond_signal(&pool->work);
     } else {
         push_ready(&pool->ready, added);
-        if (!added->part.bytes && added->update.count > STORM_CHUNK)
+        if (!has_file(added) && added->update.count > STORM_CHUNK)
             pthread_cond_broadcast(&pool->work);
         else
             pthread_cond_signal(&pool->work);
@@ -445,8 +466,11 @@ int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t 
 int32_t storm_pool_submit_file(storm_pool *pool, const storm_file_part *part, const storm_update *updates,
                                int64_t count, int64_t ticket, int32_t priority, storm_flag ready, storm_flag also,
                                storm_flag done, storm_flag abort) {
-    if (part->bytes <= 0 || part->unit <= 0 || (count ? part->bytes > pool->memory_bytes : !part->target))
+    if (part->ranges[0].bytes <= 0 || part->unit <= 0 || (!count && !part->target))
         return -EINVAL;
+    for (int i = 0; count && i < STORM_FILE_RANGES; i++)
+        if (part->ranges[i].at + part->ranges[i].bytes > pool->memory_bytes)
+            return -EINVAL;
     for (int64_t i = 0; i < count; i++)
         if (!storm_find_kernel(&updates[i], pool->isa))
             return -EINVAL;

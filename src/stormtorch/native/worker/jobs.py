@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ...core.endings import Closing
 from ...core.errors import LaneError, SettingError
 from ...core.events import Sink, Span, What
+from ...core.tags import Tag
 from .. import flag_words
 from ..library import FlagWord, Scalars
 from ..update import AdamStep, AdamTensors, WeightCopy
@@ -49,8 +50,8 @@ class FlagValue:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStats:
-    """Counted since the worker was opened. ``busy_s`` and ``file_s``, the time in reads and writes of files, add up all
-    threads, so their limit is threads × time."""
+    """Counted since the worker was opened. ``busy_s`` adds up all threads, so its limit is threads × time. ``file_s``:
+    the time in which at least one thread was reading or writing a file."""
 
     busy_s: float
     elements: int
@@ -248,3 +249,26 @@ class UpdateMeter:
                 self._emitted = now_s, busy_s
                 share = (busy_s - busy_before_s) / self._worker.threads / (now_s - before_s)
                 self._sink(Span(What.UPDATE, before_s, now_s, share=share))
+
+
+class FileMeter:
+    """Reports what a worker has read and written, and for which part of the time. Thread-safe."""
+
+    def __init__(self, worker: Worker, sink: Sink, tag: Tag) -> None:
+        self._worker, self._sink, self._tag = worker, sink, tag
+        self._lock = threading.RLock()
+        self._emitted, self._before = time.perf_counter(), worker.stats()
+
+    def emit(self) -> None:
+        """Report the time since the last call. Readable after the worker was closed too."""
+        with self._lock:
+            (before_s, before), now_s = (self._emitted, self._before), time.perf_counter()
+            stats = self._worker.stats()
+            self._emitted, self._before = now_s, stats
+            share = min(1.0, (stats.file_s - before.file_s) / max(now_s - before_s, 1e-9))
+            for what, size in (
+                (What.READ, stats.read_bytes - before.read_bytes),
+                (What.WRITE, stats.written_bytes - before.written_bytes),
+            ):
+                if size:  # the time is that of both
+                    self._sink(Span(what, before_s, now_s, "disk", self._tag, size, share=share))

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...memory.disk.stored import StoredTensor
 from ..gradients.home import GradHome
 from ..gradients.stream import GradientStream
 from ..home.parameter import Access
@@ -272,6 +273,10 @@ class Updater:
     def shown_states(self, place: Place) -> dict[str, torch.Tensor]:
         """A parameter's states in home memory, by name, for user code and checkpoints; empty if torch keeps them."""
         return {}
+
+    def stored_state(self, place: Place, name: str) -> StoredTensor | None:
+        """A state that lies in a file, for code that moves all of its bytes."""
+        return None
 
     def states_written(self, place: Place) -> None:
         """Take what user code or a checkpoint has written to `shown_states`."""

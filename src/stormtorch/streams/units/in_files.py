@@ -1,19 +1,59 @@
 """Finds parameters that need no home in RAM, because a file has them: those that are mapped from one and not trained.
 
-Which units leave them there is a matter of RAM: `choose`."""
+Which units leave them there is a matter of RAM: `choose`. They pass through a ring of RAM, whose size is set here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from ...core.notices import say_once
+from ...core.sizes import MiB, round_up
 from ...memory.disk.mapped import Mappings, Span, private_pages, stands_alone
 from ..bridge.torch_private import has_plain_storage
 from .unit import Unit, is_dense
 
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many
+_READ_BYTES, _PAGE = 8 * MiB, 4096
+_LEAST_READS, _MOST_READS = 8, 64
+_SLOTS_IN_ALL = 64  # slots are smaller where the weights in files would take fewer
+_SPARE_PART = 4
+
+
+@dataclass(frozen=True)
+class InFiles:
+    """Units whose frozen weights remain in the model's own files, and the ring through which these pass: so many slots,
+    each for one read."""
+
+    units: tuple[Unit, ...] = ()
+    slots: int = 0
+    slot_bytes: int = 0
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    @property
+    def flags(self) -> int:
+        """Two for each slot: a read has filled it; its bytes were copied."""
+        return 2 * self.slots
+
+    def home_bytes(self, unit: Unit) -> int:
+        """The part of a unit's image that has its home in RAM."""
+        return unit.file_at if unit in self.units else unit.image_bytes
+
+
+def left_in_files(units: Sequence[Unit], spare_bytes: int = 0) -> InFiles:
+    """These units in files. Reads of 8 MiB are as fast as longer ones, and some must be under way while others are
+    copied. A part of ``spare_bytes`` lets reads run ahead, by up to the largest unit twice."""
+    if not units:
+        return InFiles()
+    sizes = [unit.image_bytes - unit.file_at for unit in units]
+    slot = min(_READ_BYTES, max(_PAGE, round_up(sum(sizes) // _SLOTS_IN_ALL, _PAGE)))
+    ahead = min(-(-2 * max(sizes) // slot), _MOST_READS, spare_bytes // _SPARE_PART // slot)
+    return InFiles(tuple(units), max(_LEAST_READS, ahead), slot)
 
 
 def spans_of(parameters: Iterable[nn.Parameter], *, trained_too: bool) -> dict[int, Span]:

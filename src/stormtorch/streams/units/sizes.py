@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.errors import OutOfBudget
@@ -11,13 +11,36 @@ from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger
 from ...memory.host.arena import PAGE, regions_for
 from ...memory.lanes.flags import board_bytes
-from .in_files import choose
+from .file_layout import PAGE as FILE_PAGE
+from .file_layout import FileLayout, layout_of, memory_bytes
+from .in_files import InFiles, choose, left_in_files
 from .unit import ALIGNMENT, Unit
 
-_READ_BYTES = 8 * MiB
-_LEAST_READS, _MOST_READS = 8, 64
-_SLOTS_IN_ALL = 64  # slots are smaller where the weights in files would take fewer
-_SPARE_PART = 4
+FILE_THREADS = 6  # two read, two write and one updates, on average; one is spared
+_MOST_CHUNK = 4 << 20  # elements: 16 MiB in one access have a disk's full rate
+_LEAST_CHUNK = 1 << 15
+_RAM_PART = 16  # of the RAM budget that chunks on their way take at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDisk:
+    """The units whose optimizer states lie in scratch files, by index, and the RAM through which these pass."""
+
+    layouts: dict[int, FileLayout] = field(default_factory=dict)
+    thread_bytes: int = 0  # of each thread
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(size for layout in self.layouts.values() for size in layout.regions)
+
+    @property
+    def ram_bytes(self) -> int:
+        return round_up(FILE_THREADS * self.thread_bytes, PAGE) if self.layouts else 0
+
+    @property
+    def flags(self) -> int:
+        """Two for each chunk: its update is done; it is back in its file."""
+        return sum(2 * len(layout.chunks) for layout in self.layouts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,30 +54,9 @@ class Homes:
     factors_bytes: int  # for numbers that our own Adam copies to the device
     flags: int
     adam: bool  # whether our own runs
+    on_disk: OnDisk
+    in_files: InFiles
     needed: dict[Tag, int]
-    in_files: list[Unit] = field(default_factory=list)  # their frozen weights remain in the model's own files
-    reading: ReadRing | None = None  # RAM through which those weights pass
-
-
-@dataclass(frozen=True)
-class ReadRing:
-    """RAM through which weights pass from files to the device: so many slots, each for one read."""
-
-    slots: int
-    slot_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        return self.slots * self.slot_bytes
-
-
-def read_ring_for(units: Sequence[Unit], spare_bytes: int = 0) -> ReadRing:
-    """The ring for the files of these units. Reads of 8 MiB are as fast as longer ones, and some must be under way
-    while others are copied. A part of ``spare_bytes`` lets reads run ahead, by up to the largest unit twice."""
-    sizes = [unit.image_bytes - unit.file_at for unit in units]
-    slot = min(_READ_BYTES, max(PAGE, round_up(sum(sizes) // _SLOTS_IN_ALL, PAGE)))
-    ahead = min(-(-2 * max(sizes, default=0) // slot), _MOST_READS, spare_bytes // _SPARE_PART // slot)
-    return ReadRing(max(_LEAST_READS, ahead), slot)
 
 
 def ring_bytes_for(units: list[Unit]) -> int:
@@ -67,65 +69,139 @@ def ring_bytes_for(units: list[Unit]) -> int:
 
 
 def homes_for(
-    units: list[Unit], ledger: Ledger, *, optimizer: bool, adam: bool, in_backward: bool, always_ring: bool = False
+    units: list[Unit],
+    ledger: Ledger,
+    *,
+    optimizer: bool,
+    adam: bool,
+    in_backward: bool,
+    always_ring: bool = False,
+    disk: bool = False,
+    disk_part: float = 0.0,
 ) -> Homes:
     """Sizes of the units' home memory; raises if ``ram`` does not allow all of it.
 
     ``in_backward``: the optimizer updates each unit as soon as its gradients are complete. They then pass through a
-    ring, if RAM has no room for all of them: with all, the CPU may still update during the next forward. For tests:
-    ``always_ring``. Counts only what is certain to be taken: no activations, no sums of micro-batches, no staging ring
-    for want of page-locks."""
-    sizes = [size for unit in units for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
-    flags = sum(1 + len(unit.trained) for unit in units)
-    homes = Homes(
-        parameters=regions_for(unit.image_bytes for unit in units),
-        gradients=regions_for(unit.grad_bytes for unit in units),
-        ring_bytes=0,
-        states=regions_for(sizes),
-        factors_bytes=round_up(64 * 64, PAGE),
-        flags=flags,
-        adam=adam,
-        needed={},
-    )
-    homes.needed[Tag.PARAMETERS] = sum(homes.parameters)
-    homes.needed[Tag.GRADIENTS] = sum(homes.gradients) if optimizer else 0
-    homes.needed[Tag.OPTIMIZER] = sum(homes.states) if adam else 0
-    homes.needed[Tag.STAGING] = board_bytes(flags) + (homes.factors_bytes if adam else 0)
-    is_short = sum(homes.needed.values()) > ledger.free_bytes(Tier.HOST)
-    if optimizer and in_backward and (is_short or always_ring):
-        homes = replace(homes, ring_bytes=ring_bytes_for(units))
-        homes.needed[Tag.GRADIENTS] = round_up(homes.ring_bytes, PAGE)
-    homes = _with_files(homes, units, ledger.free_bytes(Tier.HOST))
+    ring, if RAM has no room for all of them: with all, the CPU may still update during the next forward. ``disk``: as
+    far as RAM is short, frozen weights remain in the model's own files; if it still is, states lie in scratch files.
+    For tests: ``always_ring``, and ``disk_part`` of the units' states there in any case. Counts only what is certain to
+    be taken: no activations, no sums of micro-batches, no staging ring for want of page-locks."""
+    free = ledger.free_bytes(Tier.HOST)
+    homes = _homes(units, OnDisk(), optimizer=optimizer, adam=adam)
+    has_ring = optimizer and in_backward and (sum(homes.needed.values()) > free or always_ring)
+
+    def made(on_disk: OnDisk, in_files: InFiles) -> Homes:
+        homes = _homes(units, on_disk, optimizer=optimizer, adam=adam, in_files=in_files)
+        return _with_ring(homes, units) if has_ring else homes
+
+    def spare(some: Sequence[Unit]) -> int:
+        return free - sum(made(OnDisk(), left_in_files(some)).needed.values())
+
+    in_files = InFiles()
+    if disk:
+        chosen = choose(units, lambda some: spare(some) >= 0)
+        in_files = left_in_files(chosen, max(0, spare(chosen)))
+    homes = made(OnDisk(), in_files)
     total = sum(homes.needed.values())
-    if total > ledger.free_bytes(Tier.HOST):
+    if disk and adam and (total > free or disk_part):
+        for on_disk in _on_disk(units, free, disk_part):
+            homes = made(on_disk, in_files)
+            total = sum(homes.needed.values())
+            if total <= free:
+                break
+    if total > free:
         budget = ledger.budgets[Tier.HOST]
         parts = ", ".join(f"{tag.name} {format_bytes(size)}" for tag, size in homes.needed.items() if size)
         raise OutOfBudget(
             f"Cannot hold this model in {format_bytes(budget.limit_bytes)} of RAM",
             f"{format_bytes(total)} are needed, {total} bytes: {parts}",
             f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
-            f"Raise it to at least {as_setting(total)}, or train an adapter (LoRA) instead of all weights."
+            _remedy(units, homes, total, disk=disk, in_backward=in_backward)
             if optimizer
             else f"Raise it to at least {as_setting(total)}, or take a smaller model.",
         )
     return homes
 
 
-def _with_files(homes: Homes, units: Sequence[Unit], free_bytes: int) -> Homes:
-    """``homes``, where as many units leave their frozen weights in files as RAM has no room for."""
+def _homes(
+    units: list[Unit],
+    on_disk: OnDisk,
+    *,
+    optimizer: bool,
+    adam: bool,
+    in_files: InFiles = InFiles(),  # noqa: B008
+) -> Homes:
+    in_ram = [unit for unit in units if unit.index not in on_disk.layouts]
+    sizes = [size for unit in in_ram for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
+    flags = sum(1 + len(unit.trained) for unit in units) + on_disk.flags + in_files.flags
+    homes = Homes(
+        parameters=regions_for(in_files.home_bytes(unit) for unit in units),
+        gradients=regions_for(unit.grad_bytes for unit in units),
+        ring_bytes=0,
+        states=regions_for(sizes),
+        factors_bytes=round_up(64 * 64, PAGE),
+        flags=flags,
+        adam=adam,
+        on_disk=on_disk,
+        in_files=in_files,
+        needed={},
+    )
+    homes.needed[Tag.PARAMETERS] = sum(homes.parameters)
+    homes.needed[Tag.GRADIENTS] = sum(homes.gradients) if optimizer else 0
+    homes.needed[Tag.OPTIMIZER] = sum(homes.states) if adam else 0
+    staging = board_bytes(flags) + (homes.factors_bytes if adam else 0)
+    homes.needed[Tag.STAGING] = staging + on_disk.ram_bytes + round_up(in_files.ring_bytes, PAGE)
+    return homes
 
-    def left_in_files(chosen: Sequence[Unit], spare_bytes: int = 0) -> Homes:
-        if not chosen:
-            return homes
-        ring, away = read_ring_for(chosen, spare_bytes), {unit.index for unit in chosen}
-        in_ram = regions_for(unit.file_at if unit.index in away else unit.image_bytes for unit in units)
-        flags = homes.flags + 2 * ring.slots
-        staging = homes.needed[Tag.STAGING] - board_bytes(homes.flags) + board_bytes(flags) + round_up(ring.bytes, PAGE)
-        needed = {**homes.needed, Tag.PARAMETERS: sum(in_ram), Tag.STAGING: staging}
-        return replace(homes, parameters=in_ram, flags=flags, needed=needed, in_files=list(chosen), reading=ring)
 
-    def spare(chosen: Sequence[Unit]) -> int:
-        return free_bytes - sum(left_in_files(chosen).needed.values())
+def _with_ring(homes: Homes, units: list[Unit]) -> Homes:
+    homes = replace(homes, ring_bytes=ring_bytes_for(units))
+    homes.needed[Tag.GRADIENTS] = round_up(homes.ring_bytes, PAGE)
+    return homes
 
-    chosen = choose(units, lambda some: spare(some) >= 0)
-    return left_in_files(chosen, max(0, spare(chosen)))
+
+def _on_disk(units: list[Unit], free_bytes: int, least_part: float) -> Iterator[OnDisk]:
+    """More and more units, evenly spread, so that disk and CPU work side by side; at the end all of them. Chunks are
+    cut smaller where RAM is short."""
+    trained = [unit for unit in units if unit.state_count]
+    elements = max(_LEAST_CHUNK, min(_MOST_CHUNK, free_bytes // _RAM_PART // FILE_THREADS // 12))
+    layouts = [layout_of(unit, elements) for unit in trained]
+    for count in range(max(1, round(least_part * len(trained))), len(trained) + 1):
+        taken = {
+            u.index: layout
+            for at, (u, layout) in enumerate(zip(trained, layouts, strict=True))
+            if at * count % len(trained) < count
+        }
+        yield OnDisk(layouts=taken, thread_bytes=round_up(memory_bytes(taken.values()), FILE_PAGE))
+
+
+def _remedy(units: list[Unit], homes: Homes, total: int, *, disk: bool, in_backward: bool) -> str:
+    """What would help, with the RAM that it needs."""
+    lora = "or train an adapter (LoRA) instead of all weights"
+    raising = f"Raise it to at least {as_setting(total)}"
+    if homes.adam and not disk:
+        *_, all_on_disk = _on_disk(units, 64 * MiB, 1.0)
+        least = _homes(units, all_on_disk, optimizer=True, adam=True)
+        least = _with_ring(least, units) if in_backward else least
+        size = sum(least.needed.values())
+        return (
+            f"{raising}, or give disk= a directory: with {format_bytes(all_on_disk.disk_bytes)} of the optimizer's "
+            f"states there, {as_setting(size)} suffice; {lora}."
+        )
+    if disk and not in_backward:
+        ring = sum(_with_ring(homes, units).needed.values())
+        return f'{raising}, or take step="backward", which needs {as_setting(ring)}, {lora}.'
+    return f"{raising}, {lora}."
+
+
+def check_disk(on_disk: OnDisk, ledger: Ledger) -> None:
+    """Raise if the disk's budget has no room for these states."""
+    needed, free = on_disk.disk_bytes, ledger.free_bytes(Tier.DISK)
+    if needed > free:
+        budget = ledger.budgets[Tier.DISK]
+        raise OutOfBudget(
+            f"Cannot hold {format_bytes(needed)} of optimizer states on disk",
+            f"{needed} bytes are needed, {format_bytes(free)} are allowed",
+            f"The limit is {budget.given}{f' ({budget.reason})' if budget.reason else ''}.",
+            f"Raise it to at least {as_setting(needed)}, free space there, or raise ram.",
+        )

@@ -24,7 +24,7 @@ from ...memory.disk.calls import storage_error
 from ...memory.disk.mapped import WeightFile
 from ...memory.lanes.flags import Flag
 from ...memory.lanes.lane import Lane
-from ...native.worker.files import FileWorker, Part
+from ...native.worker.files import FileJob, FileWorker, Range
 from ..bridge.torch_private import without_torch_function
 from ..units.unit import Place, Unit
 
@@ -42,7 +42,8 @@ class Copy(NamedTuple):
 class Read(NamedTuple):
     """One read: at most a slot."""
 
-    part: Part
+    range: Range
+    unit: int  # what offsets and sizes of accesses are multiples of
     copies: list[Copy]
 
 
@@ -115,9 +116,19 @@ class Files:
             before = slot.released.at(slot.uses - 1) if slot.uses > 1 else None
             done, abort = slot.loaded.at(slot.uses), self._board.aborted.at(1)
             try:
-                memory = slot.bytes[: read.part.size]
-                self._worker.read(read.part, memory, priority=0, ready=before, done=done, abort=abort)
-                self.read_bytes += read.part.size
+                memory = slot.bytes[: read.range.size]
+                job = FileJob(
+                    ranges=[read.range],
+                    unit=read.unit,
+                    target=memory,
+                    priority=0,
+                    ready=before,
+                    also=None,
+                    done=done,
+                    abort=abort,
+                )
+                self._worker.run(job)
+                self.read_bytes += read.range.size
                 lane.wait_flag(slot.loaded, slot.uses)
                 for source, to, size in read.copies:
                     lane.copy(target[to : to + size], memory[source : source + size], Tag.PARAMETERS, unit.index)
@@ -199,10 +210,10 @@ class Files:
         for at in range(first, direct_end, self._slot_bytes):
             size = min(self._slot_bytes, direct_end - at)
             if copies := _copies(parts, at, size):
-                yield Read(Part(file.direct.number, at, size, unit), copies)
+                yield Read(Range(file.direct.number, at, size), unit, copies)
         if end > direct_end:  # within the file's last block
             at = max(direct_end, start)
-            yield Read(Part(file.plain.number, at, end - at), _copies(parts, at, end - at))
+            yield Read(Range(file.plain.number, at, end - at), 1, _copies(parts, at, end - at))
 
 
 def _copies(parts: Iterable[_Tensor], at: int, size: int) -> list[Copy]:

@@ -84,7 +84,13 @@ def open_model(
 
 def _stream_settings(settings: TrainSettings, device: torch.device) -> Settings:
     return Settings(
-        vram=settings.vram, ram=settings.ram, device=device, activations=settings.activations, step=settings.step
+        vram=settings.vram,
+        ram=settings.ram,
+        disk=settings.disk,
+        disk_limit=None if settings.disk_limit == "auto" else settings.disk_limit,
+        device=device,
+        activations=settings.activations,
+        step=settings.step,
     )
 
 

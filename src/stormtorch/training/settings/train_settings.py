@@ -47,6 +47,10 @@ class TrainSettings:
     loss: str | None = _model(None, _CALLABLE, "loss(output, batch), for a module:callable model that returns no loss")
     vram: str = _model("auto", size("vram"), "limit of device memory, such as 8GiB; auto: nearly all that is free")
     ram: str = _model("auto", size("ram"), "limit of RAM, such as 64GiB; auto: what is free")
+    disk: tuple[str, ...] | None = _model(
+        None, _PATHS, "directories on fast local disks, for optimizer states that RAM has no room for"
+    )
+    disk_limit: str | None = _model(None, size("disk_limit"), "limit of the space that is used there, such as 200GiB")
     device: str = _model("auto", text("auto, cpu, cuda:0, ...", "DEVICE"), "cpu, cuda:0, ...; auto: a GPU if possible")
     dtype: str = _model(
         "auto",

@@ -24,7 +24,7 @@ from ....native.update import WeightCopy
 from ....native.worker.jobs import FlagValue, Worker
 from ...gradients.home import GradHome, GradState
 from ...units.unit import Unit
-from .home import AdamHome, Buffers, Run, bound
+from .home import AdamHome, AdamState, Buffers, Run, bound
 from .state_home import StateHome, States
 
 _REST = 8  # steps without updates ahead after one that has clipped
@@ -118,7 +118,7 @@ class Ahead:
         units, taken = list[Unit](), 0
         for home in reversed(self._homes):
             unit, size = home.unit, sum(regions_for(spare_bytes(home.unit)))
-            if unit.trained and not home.on_device and unit.index not in self._units:
+            if unit.trained and home.state is AdamState.HOME and unit.index not in self._units:
                 elements, taken = elements - unit.state_count, taken + size
                 if elements < 0 or taken > most_bytes:
                     break

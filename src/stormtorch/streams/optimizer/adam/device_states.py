@@ -66,7 +66,7 @@ class DeviceStates(StatesOnDevice):
         """States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait
         for a store of states. With ``early``, sets are filled before the step is called (`stage_early`); the first unit
         is then among those, so that forward can begin."""
-        passing = [home for home in self.homes if home.kept is None and home.unit.trained]
+        passing = [home for home in self._not_kept() if home.unit.trained]
         for home in passing:
             self.unstage(home)  # the worker may change these states next, and chunk sizes may change
         self._close_sets()
@@ -114,8 +114,7 @@ class DeviceStates(StatesOnDevice):
 
     def give_way(self) -> bool:
         """Return the sets to the pool; False: there are none. The CPU does their updates from then on."""
-        passing = [home for home in self.homes if home.kept is None]
-        for home in passing:
+        for home in self._not_kept():
             self.unstage(home)
             home.state = AdamState.HOME
         had_sets = bool(self._sets)
@@ -124,7 +123,11 @@ class DeviceStates(StatesOnDevice):
         return had_sets
 
     def keepable(self, *, wide: bool) -> dict[int, int]:
-        return {home.unit.index: kept_bytes(home.unit, wide=wide) for home in self.homes if home.kept is None}
+        return {home.unit.index: kept_bytes(home.unit, wide=wide) for home in self._not_kept()}
+
+    def _not_kept(self) -> list[AdamHome]:
+        """The units whose states lie in RAM alone."""
+        return [home for home in self.homes if home.kept is None and not home.on_disk]
 
     def keep(self, indices: Iterable[int], *, wide: bool) -> None:
         for index in indices:

@@ -28,11 +28,12 @@ _MOST_BOUND = 64  # updates of a unit whose tensors are kept
 
 
 class AdamState(enum.Enum):
-    """Where a unit is updated and has its current states, and what the states occupy. `StateHome` has memory for them
-    in every case."""
+    """Where a unit is updated and has its current states, and what the states occupy. Except for DISK, `StateHome` has
+    memory for them in every case."""
 
     HOME = "home"  # updated by the CPU; nothing on the device
     PASSING = "passing"  # updated on the device; those in ``staged`` occupy sets that all units share
+    DISK = "disk"  # updated by the CPU in memory of its own; the states lie in a file
     RESERVED = "reserved"  # updated on the device; ``kept`` is the unit's own memory there, without current contents
     DEVICE = "device"  # updated on the device; ``kept`` has the current states, and those at home are out of date
 
@@ -63,7 +64,12 @@ class AdamHome:
     @property
     def on_device(self) -> bool:
         """Whether this unit is updated on the device."""
-        return self.state is not AdamState.HOME
+        return self.state not in (AdamState.HOME, AdamState.DISK)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the unit's states lie in a file."""
+        return self.state is AdamState.DISK
 
     def next_flag(self, run: Run) -> tuple[Flag, int]:
         """The flag for a job of ``run``, with its next value."""

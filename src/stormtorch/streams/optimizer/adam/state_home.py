@@ -4,8 +4,8 @@ An update borrows the states of a chunk with `acquire`. It returns them with `re
 buffers and whether it writes them, and keeps no tensor of them. User code and checkpoints get one tensor for each state
 of a parameter (`shown`), which remains valid.
 
-A kind that keeps states in a file needs no more than this. It reads into buffers of a page-locked ring, writes dirty
-ones back behind ``after``, and shows a mapping of the file, or copies."""
+disk_home.py keeps those of some units in files. It lends no buffers of them, since the CPU updates them on their way
+through its own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from ....memory.disk.stored import StoredTensor
 from ....memory.host.arena import HostArena
 from ....memory.lanes.lane import Event
 from ....native.update import AdamTensors
@@ -91,6 +92,9 @@ class StateHome(Protocol):
     def is_exchanged(self, unit: Unit) -> bool:
         """Whether the unit's states are in the second set, which `refresh` ends."""
 
+    def stored_tensor(self, place: Place, name: str) -> StoredTensor | None:
+        """A state that lies in a file, for code that moves all of its bytes; None if it is to use `shown`."""
+
     def forget(self) -> None:
         """Release all memory but the tensors that `shown` gave."""
 
@@ -99,11 +103,11 @@ class RamHome:
     """States in RAM: lends and shows views of one arena, so that nothing moves."""
 
     def __init__(self, units: list[Unit], arena: HostArena) -> None:
-        self._whole: list[States] = []  # those that are shown
+        self._whole: dict[int, States] = {}  # those that are shown, by unit
         for unit in units:
             parts = [arena.tensor((unit.state_count,), torch.float32).view(torch.uint8) for _ in range(2)]
             parts.append(arena.tensor((unit.master_bytes,), torch.uint8))
-            self._whole.append(States(unit, whole_of(unit), parts))
+            self._whole[unit.index] = States(unit, whole_of(unit), parts)
         self._second: dict[int, States] = {}  # of units that have a spare
         self._exchanged: set[int] = set()  # units whose states are in the second set
         self._cached: dict[tuple[int, bool, Chunk], States] = {}
@@ -158,6 +162,9 @@ class RamHome:
 
     def is_exchanged(self, unit: Unit) -> bool:
         return unit.index in self._exchanged
+
+    def stored_tensor(self, place: Place, name: str) -> StoredTensor | None:  # noqa: ARG002
+        return None
 
     def forget(self) -> None:
         self._whole.clear()

@@ -22,6 +22,7 @@ import torch
 
 from ....core.errors import OutOfBudget, StormError
 from ....core.tags import Tag
+from ....memory.disk.stored import StoredTensor
 from ....memory.host.arena import HostArena
 from ....memory.lanes.build import Lanes
 from ....memory.lanes.flags import Flags
@@ -40,7 +41,8 @@ from ..updater import MASTER, Conductor, Snapshot, Updater
 from .ahead import Ahead
 from .clipping import Scaling
 from .device_states import DeviceStates
-from .home import AdamHome, Buffers, Run, Staged, Waiting, bind, bound, runs_of
+from .disk_home import DiskHome
+from .home import AdamHome, AdamState, Buffers, Run, Staged, Waiting, bind, bound, runs_of
 from .masters import Masters
 from .settings import refuse_unknown
 from .shown import AdamStates
@@ -69,12 +71,18 @@ class AdamStream(Updater):
         waits: WaitMeter,
         factors: torch.Tensor,
         take: Callable[[list[int]], HostArena],
+        disk: DiskHome | None,
         in_backward_mode: bool,
         poison: Lane | None,
     ) -> None:
-        """``factors``: fp32 words in home memory for clip factors, used in turns. ``take``: RAM for updates ahead."""
+        """``factors``: fp32 words in home memory for clip factors, used in turns. ``take``: RAM for updates ahead.
+        ``disk``: the state home, if it keeps states of units in files."""
         self.homes, self.state_home, self._images = homes, state_home, images
         self._worker, self._meter, self._board, self._lanes = worker, meter, board, lanes
+        self._disk = disk
+        for home in homes:
+            if disk is not None and disk.holds(home.unit):
+                home.state = AdamState.DISK
         self.ahead = Ahead(homes, state_home, images=images, worker=worker, board=board, take=take)
         self._schedule, self._parameters, self._gradients = schedule, schedule.weights, schedule.gradients
         self._factor_words = itertools.cycle(factors)
@@ -95,6 +103,8 @@ class AdamStream(Updater):
 
     def emit(self) -> None:
         self._meter.emit()
+        if self._disk is not None:
+            self._disk.emit()
 
     # --- clipping
 
@@ -209,20 +219,30 @@ class AdamStream(Updater):
             self.ahead.take_over(home, begun, grads)
             self._parameters.changed(home.unit, by_step=True)
             return
+        if home.on_disk:
+            assert self._disk is not None
+            self._make_ready(home, grads, residence, None)
+            self._disk.update(home, runs, grads, self._images[home.unit.index], self._factor)
+            self._parameters.changed(home.unit, by_step=True)
+            return
         if home.kept is not None:
             self.there.let_go(home)
         home.join_ahead()  # one that was dropped may still read what this update writes
         states = self.state_home.acquire(home.unit, home.whole)
         try:
-            if self._factor is not None or states.ready:
-                self._announce(home, grads, residence, states.ready)
-            else:
-                self._after_loads(home, grads, residence)
+            self._make_ready(home, grads, residence, states.ready)
             self.there.unstage(home)  # prefetched for an update on the device
             self._submit(home, runs, grads, Buffers(self._images[home.unit.index], states, source))
         finally:
             self.state_home.release(states, dirty=True, after=home.gate)
         self._parameters.changed(home.unit, by_step=True)
+
+    def _make_ready(self, home: AdamHome, grads: GradHome, residence: Residence, ready: Event | None) -> None:
+        """See to it that ``grads.arrived`` tells that an update may begin: the clip factor is there, and ``ready``."""
+        if self._factor is not None or ready:
+            self._announce(home, grads, residence, ready)
+        else:
+            self._after_loads(home, grads, residence)
 
     def _after_loads(self, home: AdamHome, grads: GradHome, residence: Residence) -> None:
         """See to it that ``grads.arrived`` tells that the worker may write weights: no load reads them any more."""
@@ -455,6 +475,9 @@ class AdamStream(Updater):
 
     def shown_states(self, place: Place) -> dict[str, torch.Tensor]:
         return self.state_home.shown(place) if place.trained else {}
+
+    def stored_state(self, place: Place, name: str) -> StoredTensor | None:
+        return self.state_home.stored_tensor(place, name) if place.trained else None
 
     def states_written(self, place: Place) -> None:
         if place.trained:

@@ -1,0 +1,90 @@
+"""A range of a scratch file as tensors: mapped, for code that wants tensors, or read and written in pieces.
+
+A mapping takes RAM only for pages that somebody has touched, and the system may take these back. `sync` and `drop` give
+them back at once. Direct I/O goes past the mapping, so its caller drops what the mapping has before it is used again.
+
+A page of a mapping that the disk cannot read ends the process with SIGBUS. Code that moves whole tensors, such as a
+checkpoint, therefore uses a `StoredTensor`, whose calls raise."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ...core.sizes import round_down, round_up
+from ...native import moves
+from .calls import storage_errors
+from .files import ALIGNMENT
+from .scratch import ScratchFile
+
+
+class MappedRange:
+    """``size`` bytes of a scratch file from ``offset`` on, both multiples of a page."""
+
+    def __init__(self, file: ScratchFile, offset: int, size: int) -> None:
+        self.offset, self.size, self.name = offset, size, file.name
+        self._calls = file.calls
+        # Of its own, without O_DIRECT: what is read and written here begins and ends anywhere.
+        self._number = os.open(f"/proc/self/fd/{file.number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map = mmap.mmap(self._number, size, offset=offset) if size else mmap.mmap(-1, ALIGNMENT)
+        except BaseException:
+            os.close(self._number)
+            raise
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:size]
+
+    def close(self) -> None:
+        """Close the descriptor. Tensors of the mapping remain valid."""
+        number, self._number = self._number, -1
+        if number >= 0:
+            os.close(number)
+
+    def sync(self, start: int, stop: int) -> None:
+        """Write what was written to these bytes of the mapping to the disk, and release their RAM."""
+        first, last = self._pages(start, stop)
+        if last > first:
+            with storage_errors(f"write {last - first} bytes of {self.name}"):
+                self._map.flush(first, last - first)
+            self.drop(start, stop)
+
+    def drop(self, start: int, stop: int) -> None:
+        """Release the RAM of these bytes; they are read again when they are used."""
+        first, last = self._pages(start, stop)
+        if last > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+            if self._number >= 0:
+                os.posix_fadvise(self._number, self.offset + first, last - first, os.POSIX_FADV_DONTNEED)
+
+    def _pages(self, start: int, stop: int) -> tuple[int, int]:
+        return round_down(start, mmap.PAGESIZE), min(round_up(stop, mmap.PAGESIZE), self.size)
+
+    def move(self, view: memoryview, at: int, *, write: bool) -> None:
+        """Fill ``view`` with the bytes from ``at`` on, or write them there. Leaves nothing in the page cache."""
+        verb, call = ("write", self._calls.pwrite) if write else ("read", self._calls.pread)
+        error, got = moves.move_all(call, self._number, view, self.offset + at, needed=len(view), unit=1)
+        with storage_errors(f"{verb} {len(view)} bytes of {self.name}", numbers=f"{got} bytes done"):
+            if error:
+                raise OSError(error, os.strerror(error))
+            if write:
+                os.fdatasync(self._number)  # the cache gives up clean pages only
+        self.drop(at, at + len(view))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A contiguous tensor in a range, without its memory."""
+
+    where: MappedRange
+    at: int
+    nbytes: int
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill ``view`` with its bytes from ``offset`` on. Raises StorageError."""
+        self.where.move(view, self.at + offset, write=False)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write ``view`` to its bytes from ``offset`` on. Raises StorageError."""
+        self.where.move(view, self.at + offset, write=True)
