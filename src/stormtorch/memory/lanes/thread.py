@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ...core.errors import LaneError
+from ...core.errors import LaneError, StorageError
 from ...core.events import Sink, Span, What
 from ...core.tags import Tag
 from .flags import Flag
@@ -40,6 +40,8 @@ class Failure:
             raise LaneError(f"The {self.lane} lane belongs to the process that opened it. Open lanes after the fork.")
 
     def raise_if_any(self) -> None:
+        if isinstance(self.error, StorageError):  # says all that the user can use
+            raise StorageError(str(self.error)) from self.error
         if self.error is not None:
             raise LaneError(f"Work on the {self.lane} lane failed: {self.error}") from self.error
 

@@ -1,0 +1,495 @@
+"""Law: optimizer states that lie on disk give the numbers of those in RAM, bit for bit; a disk that fails ends the
+session with one error, and loses nothing that was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stormtorch as storm
+from stormtorch.core.errors import OutOfBudget, SettingError, StorageError, StormError
+from stormtorch.core.notices import forget_notices
+from stormtorch.core.plan import Plan
+from stormtorch.core.sizes import MiB
+from stormtorch.core.tags import Tier
+from stormtorch.memory.disk.calls import SystemCalls
+from stormtorch.native.moves import read_at, write_at
+from stormtorch.session.api import Session
+from stormtorch.streams.settings import Settings, Trial
+from stormtorch.streams.units import sizes
+from stormtorch.streams.units.file_layout import GRAIN
+
+from .models import (
+    CHAIN,
+    LLAMA,
+    OTHERS,
+    Case,
+    Side,
+    adamw,
+    frozen,
+    jitter,
+    one_thread,  # noqa: F401  # a fixture
+    same,
+    sgd,
+    tight,
+    train,
+)
+
+CASES = [LLAMA, *(case for case in OTHERS if case.name in ("tied", "moe", "lora", "conv", "dropout", "huggingface"))]
+TENS = [case for case in CASES if case.name in ("llama", "lora")]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of these small models have several chunks."""
+    monkeypatch.setattr(sizes, "_LEAST_CHUNK", GRAIN)
+    monkeypatch.setattr(sizes, "_MOST_CHUNK", GRAIN)
+
+
+def open_on_disk(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    disk: Path | list[Path] | None,
+    *,
+    part: float = 1.0,
+    device: torch.device | str = "cpu",
+    seed: int | None = 0,
+    calls: SystemCalls | None = None,
+    **settings: Any,
+) -> Session:
+    """A session with ``part`` of its units' states on disk, in lanes that are late at random, with poison."""
+    device = torch.device(device)
+    vram = tight(model) * (4 if device.type == "cuda" else 1)
+    trial = Trial(
+        delay=None if seed is None else jitter(device, seed),
+        poison=seed is not None,
+        disk_part=part,
+        calls=calls,
+        small_bytes=1,
+        device_share=0.5 if device.type == "cpu" else None,
+    )
+    given = Settings(**{"vram": vram, "device": str(device), "disk": disk, **settings})
+    return Session(model, optimizer, given, trial=trial)
+
+
+def step_of(side: Side, number: int) -> Any:
+    torch.manual_seed(number)  # for dropout
+    return frozen(side.step(number))
+
+
+def on_disk(session: Session) -> int:
+    """How many units have their states on disk."""
+    return len(session._parts.ground.homes.on_disk.layouts)
+
+
+@contextlib.contextmanager
+def two(case: Case, disk: Path | list[Path], **more: Any) -> Iterator[tuple[Side, Side, Session]]:
+    """A plain side and a streamed one."""
+    dtype = more.pop("dtype", torch.float32)
+    device = torch.device(more.get("device", "cpu"))
+    sides = []
+    for place in (device, torch.device("cpu")):
+        model = case.build(dtype).to(place)
+        sides.append(Side(model, adamw(model), case, device))
+    with open_on_disk(sides[1].model, sides[1].optimizer, disk, **more) as session:
+        sides[1].session = session
+        yield sides[0], sides[1], session
+
+
+def histories(
+    case: Case, disk: Path, *, parts: tuple[float | None, ...], dtype: torch.dtype, device: torch.device, **more: Any
+) -> list[Any]:
+    """What training leaves with these ``parts`` on disk; None: no disk."""
+    loop = {name: more.pop(name) for name in ("accumulate", "clip") if name in more}
+    found = []
+    for part in parts:
+        model = case.build(dtype)
+        optimizer = adamw(model)
+        given = {"disk": disk, "part": part} if part is not None else {"disk": None, "part": 0.0}
+        with open_on_disk(model, optimizer, **given, device=device, **more) as session:
+            assert bool(on_disk(session)) == (part is not None)
+            found.append(train(case, model, optimizer, steps=4, device=device, session=session, **loop))
+    return found
+
+
+@pytest.mark.parametrize("part", [0.3, 1.0])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_same_numbers_as_plain_pytorch(case: Case, part: float, tmp_path: Path, device: torch.device) -> None:
+    with two(case, tmp_path, part=part, device=device) as (plain, streamed, session):
+        assert on_disk(session)
+        for number in range(4):
+            same(step_of(streamed, number), step_of(plain, number), "loss")
+        same(streamed.model.state_dict(), plain.model.state_dict(), "weights")
+        same(frozen(streamed.optimizer.state_dict()), frozen(plain.optimizer.state_dict()), "states")
+        session.ledger.check()
+    same(frozen(streamed.optimizer.state_dict()), frozen(plain.optimizer.state_dict()), "states after close")
+
+
+LOOPS: list[dict[str, Any]] = [
+    {"step": "forward"},
+    {"step": "forward", "clip": "torch"},
+    {"step": "forward", "clip": "session"},
+    {"step": "forward", "accumulate": 3},
+    {"step": "backward"},
+    {"step": "serial", "clip": "session", "accumulate": 2},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: "-".join(map(str, loop.values())))
+def test_same_as_in_ram(loop: dict[str, Any], dtype: torch.dtype, tmp_path: Path, device: torch.device) -> None:
+    ram, some, every = histories(LLAMA, tmp_path, parts=(None, 0.3, 1.0), dtype=dtype, device=device, **loop)
+    some.check(ram)
+    every.check(ram)
+
+
+@pytest.mark.parametrize("activations", ["offload", "recompute", "auto"])
+def test_with_activations(activations: str, tmp_path: Path, device: torch.device) -> None:
+    ram, every = histories(
+        LLAMA, tmp_path, parts=(None, 1.0), dtype=torch.bfloat16, device=device, activations=activations
+    )
+    every.check(ram)
+
+
+def test_groups_with_settings_of_their_own(tmp_path: Path, device: torch.device) -> None:
+    """Matrices decay and vectors do not: one chunk has updates of both."""
+
+    def grouped(model: nn.Module) -> torch.optim.Optimizer:
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+        return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+    found = []
+    for part in (None, 1.0):
+        model = LLAMA.build(torch.bfloat16)
+        optimizer = grouped(model)
+        disk = tmp_path if part else None
+        with open_on_disk(model, optimizer, disk, part=part or 0.0, device=device) as session:
+            found.append(train(LLAMA, model, optimizer, steps=4, device=device, session=session))
+    found[1].check(found[0])
+
+
+def test_several_directories(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with two(CHAIN, folders) as (plain, streamed, session):
+        for number in range(3):
+            same(step_of(streamed, number), step_of(plain, number), "loss")
+        files = {r.number for unit in _units(session) for chunk in unit.chunks for r in chunk.ranges}
+        assert len(files) == 2
+    same(streamed.model.state_dict(), plain.model.state_dict(), "weights")
+
+
+def _units(session: Session) -> list[Any]:
+    home: Any = session._parts.adam.state_home  # type: ignore[union-attr]
+    return list(home._units.values())
+
+
+def test_odd_optimizers_keep_their_states_in_ram(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forget_notices()
+    model = CHAIN.build()
+    with storm.stream(model, sgd(model), vram=tight(model), device="cpu", disk=tmp_path) as session:
+        assert not on_disk(session)
+    assert "disk= holds the states of Adam" in caplog.text
+
+
+# --- user code between two steps
+
+
+def _read(side: Side) -> Any:
+    return [side.optimizer.state[p]["exp_avg"].norm() for p in side.model.parameters()]
+
+
+def _write(side: Side) -> None:
+    for p in side.model.parameters():
+        side.optimizer.state[p]["exp_avg"].mul_(0.5)
+
+
+def _replace(side: Side) -> None:
+    p = next(iter(side.model.parameters()))
+    side.optimizer.state[p]["exp_avg_sq"] = torch.full_like(side.optimizer.state[p]["exp_avg_sq"], 0.25)
+
+
+def _clear(side: Side) -> None:
+    side.optimizer.state.clear()
+
+
+def _reload(side: Side) -> None:
+    side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
+
+
+def _rewrite(side: Side) -> None:
+    with torch.no_grad():
+        list(side.model.parameters())[3].mul_(0.5)
+
+
+@pytest.mark.parametrize("act", [_read, _write, _replace, _clear, _reload, _rewrite], ids=lambda act: act.__name__)
+def test_user_code_between_steps(act: Callable[[Side], Any], tmp_path: Path, device: torch.device) -> None:
+    with two(CHAIN, tmp_path, device=device) as (plain, streamed, _):
+        for number in range(6):
+            same(step_of(streamed, number), step_of(plain, number), "loss")
+            if number % 2:
+                same(frozen(act(streamed)), frozen(act(plain)), "what user code sees")
+        same(frozen(streamed.optimizer.state_dict()), frozen(plain.optimizer.state_dict()), "states")
+    same(streamed.model.state_dict(), plain.model.state_dict(), "weights")
+
+
+def test_training_goes_on_after_close(tmp_path: Path) -> None:
+    """States that were on disk are ordinary tensors then; another session takes them over."""
+    with two(CHAIN, tmp_path) as (plain, streamed, _):
+        for number in range(2):
+            same(step_of(streamed, number), step_of(plain, number), "loss")
+    streamed.session = None
+    same(step_of(streamed, 2), step_of(plain, 2), "loss in plain PyTorch")
+    with open_on_disk(streamed.model, streamed.optimizer, tmp_path):
+        same(step_of(streamed, 3), step_of(plain, 3), "loss in a second session")
+    same(frozen(streamed.optimizer.state_dict()), frozen(plain.optimizer.state_dict()), "states")
+
+
+# --- checkpoints
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("before", [None, 0.3, 1.0])
+@pytest.mark.parametrize("after", [None, 0.3, 1.0])
+def test_resume_between_any_two(
+    before: float | None, after: float | None, dtype: torch.dtype, tmp_path: Path, device: torch.device
+) -> None:
+    case = CHAIN
+
+    def opened(part: float | None) -> tuple[Side, Session]:
+        model = case.build(dtype)
+        side = Side(model, adamw(model), case, device)
+        disk = tmp_path if part is not None else None
+        session = open_on_disk(model, side.optimizer, disk, part=part or 0.0, device=device)
+        side.session = session
+        return side, session
+
+    side, session = opened(before)
+    with session:
+        for number in range(2):
+            side.step(number)
+        session.save(tmp_path / "saved")
+        expected = [step_of(side, number) for number in range(2, 5)]
+        weights = frozen(side.model.state_dict())
+        states = frozen(side.optimizer.state_dict())
+    side, session = opened(after)
+    with session:
+        session.load(tmp_path / "saved")
+        same([step_of(side, number) for number in range(2, 5)], expected, "losses")
+        same(frozen(side.model.state_dict()), weights, "weights")
+        same(frozen(side.optimizer.state_dict()), states, "states")
+
+
+def test_a_save_in_the_background(tmp_path: Path) -> None:
+    """Training goes on while states are read from the disk; the checkpoint has those of the moment of the call."""
+
+    def slowly(fd: int, view: memoryview, offset: int) -> int:
+        time.sleep(2e-3)
+        return read_at(fd, view, offset)
+
+    calls = SystemCalls(pread=slowly)
+    with two(CHAIN, tmp_path, calls=calls) as (plain, streamed, session):
+        for number in range(2):
+            streamed.step(number), plain.step(number)
+        session.save(tmp_path / "saved", wait=False)
+        for number in range(2, 4):
+            same(step_of(streamed, number), step_of(plain, number), "loss beside the save")
+        session.synchronize()
+        session.load(tmp_path / "saved")
+        again = CHAIN.build()
+        other = Side(again, adamw(again), CHAIN, torch.device("cpu"))
+        for number in range(2):
+            other.step(number)
+        same(frozen(streamed.optimizer.state_dict()), frozen(other.optimizer.state_dict()), "saved states")
+
+
+# --- budgets
+
+
+def _needed(model: nn.Module) -> dict[str, int]:
+    """RAM with all states in RAM, and without any."""
+    with open_on_disk(model, adamw(model), None, part=0.0, seed=None) as session:
+        total = sum(session._parts.ground.homes.needed.values())
+        states = sum(session._parts.ground.homes.states)
+    return {"total": total, "states": states}
+
+
+def large() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(12)))
+
+
+def test_the_disk_takes_what_ram_has_no_room_for() -> None:
+    import tempfile
+
+    needed = _needed(large())
+    for share in (0.25, 0.6):
+        ram = needed["total"] - int(share * needed["states"])
+        model = large()
+        with tempfile.TemporaryDirectory() as folder:
+            with open_on_disk(model, adamw(model), Path(folder), part=0.0, ram=ram) as session:
+                found, plan = on_disk(session) / len(session.units), session.plan
+                assert share <= found <= share + 0.2
+                model(torch.ones(2, 512)).sum().backward()
+                session.synchronize()
+                assert session.ledger.peak_bytes(Tier.HOST) <= ram
+            assert plan.disk is not None
+            assert {unit.states.home for unit in plan.units if unit.states} == {Tier.HOST, Tier.DISK}
+            assert Plan.from_json(plan.to_json()) == plan
+            assert "RAM has no room" in str(plan)
+
+
+def test_without_a_disk_the_refusal_says_what_one_would_do() -> None:
+    model = large()
+    needed = _needed(model)
+    with pytest.raises(OutOfBudget, match=r"or give disk= a directory: with .* there, \d+[KM]iB suffice"):
+        open_on_disk(model, adamw(model), None, part=0.0, ram=needed["total"] - MiB)
+
+
+def test_what_it_says_would_suffice_does(tmp_path: Path) -> None:
+    model = large()
+    needed = _needed(model)
+    with pytest.raises(OutOfBudget) as refusal:
+        open_on_disk(model, adamw(model), None, part=0.0, ram=needed["total"] - MiB)
+    least = str(refusal.value).split(" suffice")[0].split()[-1]
+    with open_on_disk(model, adamw(model), tmp_path, part=0.0, ram=least) as session:
+        assert on_disk(session) == len(session.units)
+
+
+def test_too_little_disk(tmp_path: Path) -> None:
+    model = large()
+    with pytest.raises(OutOfBudget, match=r"Cannot hold .* of optimizer states on disk .*disk_limit='1MiB'"):
+        open_on_disk(model, adamw(model), tmp_path, disk_limit="1MiB")
+    model(torch.ones(2, 512))  # ordinary still
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"disk": "/nowhere/at/all"}, "is not a directory"),
+        ({"disk": 7}, "Accepted: a directory, or a list"),
+        ({"disk": None, "disk_limit": "1GiB"}, "needs disk="),
+        ({"disk_limit": "many"}, "disk_limit"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = CHAIN.build()
+    with pytest.raises(SettingError, match=message):
+        storm.stream(model, adamw(model), device="cpu", vram="1MiB", **{"disk": tmp_path, **settings})
+
+
+# --- disks that fail
+
+
+class Failing:
+    """Calls of one kind that fail once ``broken`` is set."""
+
+    def __init__(self, where: str, code: int) -> None:
+        self.broken, self._code, self._call = False, code, read_at if where == "pread" else write_at
+        self.calls = dataclasses.replace(SystemCalls(), **{where: self._fail})  # type: ignore[arg-type]
+
+    def _fail(self, fd: int, view: memoryview, offset: int) -> int:
+        if self.broken:
+            raise OSError(self._code, os.strerror(self._code))
+        return self._call(fd, view, offset)
+
+
+def _train_on(side: Side) -> None:
+    for number in range(2, 5):
+        side.step(number)
+
+
+@pytest.mark.parametrize("step", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["pread", "pwrite"])
+def test_an_io_error_ends_the_session(where: str, step: str, tmp_path: Path, device: torch.device) -> None:
+    """One clear error within two steps, no hang; what was saved before loads exactly."""
+    model = LLAMA.build()
+    side = Side(model, adamw(model), LLAMA, device)
+    disk = Failing(where, errno.EIO)
+    session = open_on_disk(model, side.optimizer, tmp_path, device=device, calls=disk.calls, step=step)
+    side.session = session
+    side.step(0)
+    session.save(tmp_path / "saved")
+    saved = frozen(model.state_dict())
+    side.step(1)
+    disk.broken = True
+    with pytest.raises(StorageError, match=r"optimizer states.*I/O error.*load the last checkpoint"):
+        _train_on(side)
+    with pytest.raises(StormError, match="I/O error"):
+        session.save(tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+    with contextlib.suppress(StormError):
+        session.close()
+    fresh = LLAMA.build()
+    with open_on_disk(fresh, adamw(fresh), tmp_path, device=device) as again:
+        again.load(tmp_path / "saved")
+        same(frozen(fresh.state_dict()), saved, "the saved weights")
+
+
+def test_a_full_disk_is_found_at_the_start(tmp_path: Path) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = CHAIN.build()
+    with pytest.raises(StorageError, match=r"preallocate .* no space is left"):
+        open_on_disk(model, adamw(model), tmp_path, calls=SystemCalls(fallocate=full))
+    assert not list(tmp_path.iterdir())
+    model(CHAIN.batch(0)[0])
+
+
+def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
+    """The scratch file has no name, so that a kill leaves nothing, and two runs share a directory."""
+    with two(CHAIN, tmp_path) as (plain, streamed, _), two(CHAIN, tmp_path) as (_, other, _):
+        for number in range(2):
+            expected = step_of(plain, number)
+            same(step_of(streamed, number), expected, "loss")
+            same(step_of(other, number), expected, "loss of the other session")
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_vanishes(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    with two(CHAIN, folder) as (plain, streamed, _):
+        streamed.step(0), plain.step(0)
+        folder.rmdir()
+        same(step_of(streamed, 1), step_of(plain, 1), "loss")
+
+
+def test_a_disk_in_ram_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    forget_notices()
+    model = CHAIN.build()
+    with open_on_disk(model, adamw(model), Path("/dev/shm")):
+        pass
+    assert "tmpfs lives in RAM" in caplog.text
+
+
+def test_a_slow_disk(tmp_path: Path) -> None:
+    def slowly(fd: int, view: memoryview, offset: int) -> int:
+        time.sleep(1e-3)
+        return write_at(fd, view, offset)
+
+    with two(CHAIN, tmp_path, calls=SystemCalls(pwrite=slowly)) as (plain, streamed, session):
+        for number in range(3):
+            same(step_of(streamed, number), step_of(plain, number), "loss")
+        session.synchronize()
+        report = session.report()
+        assert report.disk is not None
+        states = session._parts.ground.homes.on_disk.disk_bytes
+        assert report.disk.read_bytes == pytest.approx(states, rel=0.5)
+        assert report.disk.written_bytes == pytest.approx(states, rel=0.5)
+        assert "written per 1,000 steps" in str(report)
