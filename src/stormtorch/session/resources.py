@@ -265,7 +265,7 @@ def _open_files(in_files: InFiles, arena: HostArena, board: Flags, endings: Endi
             endings.after_others(file.close)
         return opened[place.span.path]
 
-    worker = open_file_worker(_READING_THREADS, torch.empty(0, dtype=torch.uint8, device="cpu"))
+    worker = open_file_worker(_READING_THREADS, arena.tensor((0,), torch.uint8))
     endings.before_others(worker.close)
     return Files(
         in_files.units,

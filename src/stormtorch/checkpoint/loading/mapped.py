@@ -14,6 +14,7 @@ from ...memory.disk.safetensors_header import Entry
 from ..content.adapter import base_name
 from ..content.names import names_of
 from ..files.tensor_files import read_header
+from ..folders.manifest import MANIFEST, STORM
 from .weights import files_of
 
 _NO_RESERVE = 0x4000  # Linux: a mapping larger than RAM is no promise of memory; Python 3.11 has no name for it
@@ -21,7 +22,8 @@ _NO_RESERVE = 0x4000  # Linux: a mapping larger than RAM is no promise of memory
 
 def map_weights(model: nn.Module, directory: Path) -> bool:
     """Replace each frozen meta parameter by one that is a view of its file in ``directory``, if that has the same dtype
-    and shape; whether no meta parameter remains. `stream` can then leave these weights in the files."""
+    and shape. `stream` can then leave these weights in the files. Returns whether the model then has all that the files
+    hold; else `load_weights` brings the rest, and verifies checksums if there are any."""
     names = names_of(model)
     wanted: dict[str, torch.Tensor] = {}
     for name, first in names.first.items():
@@ -29,9 +31,12 @@ def map_weights(model: nn.Module, directory: Path) -> bool:
         if isinstance(tensor, nn.Parameter) and tensor.is_meta and not tensor.requires_grad:
             wanted[base_name(model, name)] = tensor
     made: dict[int, nn.Parameter] = {}  # by id of the meta parameter
+    is_whole = not (directory / STORM / MANIFEST).is_file()
     for file in files_of(directory):
         path = directory / file
-        here = {name: entry for name, entry in read_header(path).items() if _fits(entry, wanted.get(name))}
+        header = read_header(path)
+        here = {name: entry for name, entry in header.items() if _fits(entry, wanted.get(name))}
+        is_whole = is_whole and len(here) == len(header)
         pages = _pages(path) if here else None
         for name, entry in here.items():
             assert pages is not None
@@ -40,7 +45,7 @@ def map_weights(model: nn.Module, directory: Path) -> bool:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:
                 module._parameters[name] = made[id(parameter)]
-    return not any(parameter.is_meta for parameter in model.parameters())
+    return is_whole and not any(parameter.is_meta for parameter in model.parameters())
 
 
 def _fits(entry: Entry, parameter: torch.Tensor | None) -> bool:
