@@ -190,9 +190,11 @@ def private_pages(address: int, size: int) -> Iterator[tuple[int, int]]:
                 yield (at + page) * PAGE, PAGE
 
 
-def stands_alone(path: str) -> bool:
-    """Whether ``path`` names a regular file."""
+def is_there(span: Span) -> bool:
+    """Whether the path still names the file that is mapped. On some file systems (overlayfs before Linux 6.8) no
+    mapping tells which file it shows."""
     try:
-        return stat.S_ISREG(Path(path).stat().st_mode)
+        status = Path(span.path).stat()
     except OSError:
         return False
+    return stat.S_ISREG(status.st_mode) and status.st_ino == span.inode

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...core.notices import say_once
 from ...core.sizes import MiB, round_up
-from ...memory.disk.mapped import Mappings, Span, private_pages, stands_alone
+from ...memory.disk.mapped import Mappings, Span, is_there, private_pages
 from ..bridge.torch_private import has_plain_storage
 from .unit import Unit, is_dense
 
@@ -65,7 +65,17 @@ def spans_of(parameters: Iterable[nn.Parameter], *, trained_too: bool) -> dict[i
         if parameter.requires_grad and not trained_too:
             continue
         span = _span(parameter, mappings)
-        if span is not None and files.setdefault(span.path, stands_alone(span.path)):
+        if span is None:
+            continue
+        if span.path not in files:
+            files[span.path] = is_there(span)
+            if not files[span.path]:
+                say_once(
+                    f"Frozen weights from {span.path} get a home in RAM: that path does not lead to the file that is "
+                    "mapped, or its file system does not tell.",
+                    key="mapped elsewhere",
+                )
+        if files[span.path]:
             found[id(parameter)] = span
     return found
 
