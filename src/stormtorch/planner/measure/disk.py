@@ -168,10 +168,10 @@ class _Work:
         self._depth = _DEPTH * len(files)
         self._request_bytes = BLOCK
         self._filled = 0  # requests' worth of each file that was written
-        noise = np.random.default_rng()
-        self._buffers = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(self._depth)]
-        for buffer in self._buffers:
-            buffer[:] = noise.bytes(BLOCK)
+        self._buffers = deque(memoryview(mmap.mmap(-1, BLOCK)) for _ in range(self._depth))
+        noise = np.random.default_rng().bytes(BLOCK)
+        for index, buffer in enumerate(self._buffers, 1):  # no page of one buffer equals a page of another
+            buffer[index:], buffer[:index] = noise[:-index], noise[-index:]
         self._start_s = time.perf_counter()
 
     def trial_s(self) -> float:
@@ -179,7 +179,7 @@ class _Work:
         self._request_bytes = _SMALL
         best_s = min(self._run("trial", [_Request(file, 0, True) for file in self._files], 1.0)[1] for _ in range(2))
         at_the_end = self._depth * BLOCK  # is still to be moved when time is up
-        if best_s / len(self._files) / _SMALL * at_the_end < self._limit_s / 2:
+        if best_s / len(self._files) / _SMALL * at_the_end < self._limit_s / 4:
             self._request_bytes = BLOCK
         return best_s / len(self._files)
 
@@ -191,7 +191,7 @@ class _Work:
         self._drop_cache()
         read, read_s = self._run("reading", self._requests(self._filled, reads=1, writes=0), _READ)
         self._drop_cache()
-        both = self._requests(max(self._filled // 2, 8), reads=1, writes=1)
+        both = self._requests(max(self._filled // 2, 4), reads=1, writes=1)
         mixed, mixed_s = self._run("reading and writing", both, _MIX)
         after = _device_reads()
         return Rates(
@@ -214,11 +214,12 @@ class _Work:
                     yield _Request(file, block * self._request_bytes, write)
 
     def _run(self, phase: str, requests: Iterator[_Request] | list[_Request], share: float) -> tuple[int, float]:
-        """Do requests for a share of the time; returns their bytes and seconds. Begins with one in flight per file."""
+        """Do requests for a share of the time; returns their bytes and seconds. Small ones begin with one in flight."""
         flight: deque[tuple[Transfer, memoryview]] = deque()
         done = unsynced = 0
         start_s = time.perf_counter()
-        end_s, depth = start_s + share * self._limit_s, len(self._files)
+        end_s = start_s + share * self._limit_s
+        depth = self._depth if self._request_bytes == BLOCK else len(self._files)
 
         def oldest() -> None:
             nonlocal done, unsynced
@@ -237,7 +238,7 @@ class _Work:
                 depth = min(depth + 1, self._depth)
             if time.perf_counter() >= end_s and done:
                 break
-            buffer = self._buffers.pop()
+            buffer = self._buffers.popleft()
             view = buffer[: self._request_bytes]
             start = request.file.pwrite if request.write else request.file.pread
             flight.append((start(view, request.offset), buffer))
