@@ -274,10 +274,7 @@ def test_eio(tmp_path: Path, verb: str, after: int) -> None:
         return call
 
     calls = disk.calls
-    if verb == "read":
-        calls = replace(calls, pread=move(calls.pread))
-    else:
-        calls = replace(calls, pwrite=move(calls.pwrite))
+    calls = replace(calls, pread=move(calls.pread)) if verb == "read" else replace(calls, pwrite=move(calls.pwrite))
     if verb == "read" and after == 12:
         after = 10  # two writes were the trial's
     with pytest.raises(StorageError, match=f"Cannot {verb} bytes .* I/O error") as told:
