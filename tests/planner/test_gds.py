@@ -118,8 +118,9 @@ def test_a_child_that_cannot_be_started(module: Path) -> None:
     assert not found.works
 
 
-def test_files_of_the_child_go_with_its_folder(module: Path) -> None:
+def test_files_of_the_child_go_with_its_folder(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuFile writes cufile.log where it runs."""
+    monkeypatch.chdir(module)
     answer = json.dumps({"works": True, "reason": ""})
     assert asked(module, "open('cufile.log', 'w').write('x')\n" + _PRINTS.format(answer)).works
     assert not Path("cufile.log").exists()
