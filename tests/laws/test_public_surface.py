@@ -30,7 +30,7 @@ PUBLIC_NAMES = [
 FLAGS = {
     "data": ["--help"],  # those of its own commands: tests/cli/test_data.py
     "demo": ["--device", "--help", "--steps", "--vram"],
-    "doctor": ["--disk", "--help"],
+    "doctor": ["--disk", "--help", "--parameters"],
     "train": [
         "--accumulate",
         "--activations",
