@@ -116,12 +116,16 @@ def test_a_forgotten_file_is_charged_as_long_as_a_request_holds_it(tmp_path: Pat
     gc.collect()
     assert ledger.used_bytes(Tier.DISK) == MiB
 
-    opened.set()
     deadline = time.perf_counter() + 300
-    with pytest.warns(ResourceWarning, match="unclosed file") as recorded:
+
+    def finish() -> None:
+        opened.set()
         assert future.result() == 4096
         while not recorded and time.perf_counter() < deadline:
             time.sleep(0.01)  # the pool's thread drops the request, and with it the last reference
+
+    with pytest.warns(ResourceWarning, match="unclosed file") as recorded:
+        finish()
     del recorded  # it holds the file
     while ledger.used_bytes(Tier.DISK) and time.perf_counter() < deadline:
         time.sleep(0.01)
