@@ -42,6 +42,7 @@ PLANS = st.builds(
     Plan,
     vram=LIMITS,
     ram=LIMITS,
+    disk=st.none() | st.builds(DiskUse, limit_bytes=SIZES, states_bytes=SIZES, ram_bytes=SIZES, **WHY),
     pool=st.builds(Placement, **POOL_SIZES, **WHY),
     division=st.builds(Division, unit_bytes=SIZES, left_bytes=SIZES, **WHY),
     units=st.lists(UNITS, max_size=12).map(tuple),
@@ -122,6 +123,7 @@ def test_the_page() -> None:
     assert str(plan(unit("embedding", 500 * MiB), *layers)).splitlines() == [
         "vram        at most 8.0 GiB: vram='8GiB' (forced)",
         "ram         at most 64.0 GiB: ram='auto': 70 free (planned)",
+        "disk        6.0 GiB of optimizer states, through 1.0 GiB of RAM; at most 200.0 GiB: 3 of 3 units (planned)",
         "pool        6.0 GiB on the device, 512.0 MiB of it for gradients, 1.0 GiB of it for states kept: "
         "all of it fits (measured)",
         "units       31, blocks above 1.0 GiB are split: a sixth (planned); 1.0 MiB not streamed, on the device",
@@ -152,9 +154,9 @@ def test_units_of_many_sizes_are_counted() -> None:
         ("null", "its version is None"),
         ("{}", "its version is None"),
         ('{"version": true}', "its version is True"),
-        ('{"version": 1}', "its version is 1, and this STORM reads version 2"),
+        ('{"version": 1}', "its version is 1, and this STORM reads version 3"),
         ('{"version": "2"}', "its version is '2'"),
-        ('{"version": 2}', "plan lacks activations"),
+        ('{"version": 3}', "plan lacks activations"),
         (None, "it is not JSON"),
         (b"\xff", "it is not JSON"),
     ],

@@ -30,7 +30,7 @@ PUBLIC_NAMES = [
 FLAGS = {
     "data": ["--help"],  # those of its own commands: tests/cli/test_data.py
     "demo": ["--device", "--help", "--steps", "--vram"],
-    "doctor": ["--disk", "--help"],
+    "doctor": ["--disk", "--help", "--parameters"],
     "train": [
         "--accumulate",
         "--activations",
@@ -42,6 +42,8 @@ FLAGS = {
         "--config",
         "--data",
         "--device",
+        "--disk",
+        "--disk-limit",
         "--dtype",
         "--epochs",
         "--eps",
@@ -107,7 +109,8 @@ def test_no_setting_is_listed_that_is_refused() -> None:
     settings = {item.name for item in dataclasses.fields(Settings)}
     keywords = set(inspect.signature(stormtorch.stream).parameters) - {"model", "optimizer"}
     assert keywords == settings
-    assert settings == {"vram", "ram", "device", "activations", "step", "master_dtype", "only", "leave"}
+    budgets = {"vram", "ram", "disk", "disk_limit"}
+    assert settings == budgets | {"device", "activations", "step", "master_dtype", "only", "leave"}
 
 
 def test_sources_are_found_without_an_import_of_their_own() -> None:

@@ -478,6 +478,14 @@ def test_a_disk_in_ram_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "tmpfs lives in RAM" in caplog.text
 
 
+def test_a_network_filesystem_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forget_notices()
+    model = CHAIN.build()
+    with open_on_disk(model, adamw(model), tmp_path, calls=SystemCalls(filesystem_type=lambda _: "nfs4")):
+        pass
+    assert "is on nfs4, which is not a disk of this machine" in caplog.text
+
+
 def test_a_slow_disk(tmp_path: Path) -> None:
     def slowly(fd: int, view: memoryview, offset: int) -> int:
         time.sleep(1e-3)

@@ -41,10 +41,10 @@ from ...native.rows.jobs import DONE, DROPPED, PENDING, PIECE, RowsJob, RowsPool
 from ...native.rows.open import open_rows
 from .buffers import Buffer, bytes_of
 from .calls import ELSEWHERE, SystemCalls, storage_error
+from .filesystems import Place, place_of
 
 ALIGNMENT = 4096  # of addresses, offsets and extents: a multiple of every sector size in use
 Mode = Literal["direct", "buffered"]
-_IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -341,7 +341,7 @@ def _choose_mode(file: File, where: Path, direct: bool | Literal["auto"]) -> tup
     if direct is False:
         return "buffered", "direct=False"
     kind = file.calls.filesystem_type(where)
-    obstacle = f"{kind} lives in RAM" if kind in _IN_RAM else _try_direct(file, kind)
+    obstacle = f"{kind} lives in RAM" if place_of(kind) is Place.RAM else _try_direct(file, kind)
     if obstacle is None:
         return "direct", f"{kind} passed an aligned trial"
     if direct is True:

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Unpack
 
 from ...core.errors import OutOfBudget, SettingError
+from ...core.notices import say_once
 from ...core.sizes import format_bytes, parse_bytes, round_up
 from ...core.tags import Tag, Tier
 from ..books import limits
 from ..books.ledger import Ledger, Reservation
 from .calls import SystemCalls, storage_error
 from .files import ALIGNMENT, File, FileOptions, Transfer, Transfers, owned
+from .filesystems import Place, place_of
 
 
 class FileExtent(Transfers):
@@ -49,6 +51,12 @@ class ScratchFile(File):
             number = calls.open_unnamed(str(directory))
         except OSError as error:
             raise storage_error(f"create a {name}", error) from error
+        kind = calls.filesystem_type(directory)
+        if place_of(kind) in (Place.NETWORK, Place.HOST, Place.PROGRAM):
+            say_once(
+                f"{directory} is on {kind}, which is not a disk of this machine: what lies there is read and written "
+                "through it all the time. Name a directory on a local disk, preferably NVMe."
+            )
         with owned(number) as raw:
             self._release = weakref.finalize(raw, reservation.release)
             _preallocate(number, size_bytes, directory, calls)

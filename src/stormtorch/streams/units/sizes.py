@@ -186,7 +186,7 @@ def _remedy(units: list[Unit], homes: Homes, total: int, *, disk: bool, in_backw
         size = sum(least.needed.values())
         return (
             f"{raising}, or give disk= a directory: with {format_bytes(all_on_disk.disk_bytes)} of the optimizer's "
-            f"states there, {as_setting(size)} suffice; {lora}."
+            f"states there, {as_setting(size)} suffice, {lora}."
         )
     if disk and not in_backward:
         ring = sum(_with_ring(homes, units).needed.values())

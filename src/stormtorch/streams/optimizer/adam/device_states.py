@@ -133,7 +133,9 @@ class DeviceStates(StatesOnDevice):
         for index in indices:
             home = self.homes[index]
             sizes = states_of(home.unit, wide=wide)
-            if home.kept is not None or home.on_disk or (home.waiting is not None and home.waiting.grads.nbytes > sizes[3]):
+            if home.kept is not None or home.on_disk:
+                continue
+            if home.waiting is not None and home.waiting.grads.nbytes > sizes[3]:
                 continue
             pieces = self._room(sizes)
             if pieces is not None:
