@@ -140,6 +140,13 @@ def test_adapters_train_with_the_same_numbers(make: Make, dtype: torch.dtype, lo
         same(frozen(model.state_dict()), weights, "weights")
         assert session.ledger.used_bytes(Tier.HOST, Tag.PARAMETERS) < sum(p.nbytes for p in model.parameters()) // 2
         session.ledger.check()
+        disk, use = session.report().disk, session.plan.disk
+        assert disk is not None
+        assert use is not None
+        if not loose:
+            size = sum(model.get_parameter(name).nbytes for name in there)
+            assert use.weights_bytes >= size
+            assert size <= disk.read_bytes, "in every step"
     same(frozen(model.state_dict()), weights, "weights after close")
     assert all(is_mapped(model.get_parameter(name)) for name in there)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..core.endings import Endings
 from ..core.errors import SettingError
+from ..core.events import Sink
 from ..core.notices import say_once
 from ..core.plan import Division, Placement
 from ..core.sizes import as_setting, parse_bytes, round_up
@@ -96,6 +97,8 @@ class Ground(Outline):
         """Tell the recorder what lanes have done and how long compute has waited so far."""
         self.waits.emit()
         self.lanes.emit()
+        if self.files is not None:
+            self.files.emit()
 
     def arena(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
         """Home memory that lanes can copy; the caller must register its end."""
@@ -222,7 +225,7 @@ def open_ground(
     endings.before_others(lanes.close)
     board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)
     endings.before_others(board.close)
-    files = None if ring is None else _open_files(homes.in_files, ring, board, endings)
+    files = None if ring is None else _open_files(homes.in_files, ring, board, endings, recorder)
     poison = lanes.store if trial.poison else None
     pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, sink=recorder, poison=poison)
     endings.before_others(pool.close)
@@ -254,7 +257,7 @@ def _open_ring(in_files: InFiles, ledger: Ledger, page_lock: PageLock | None) ->
     return HostArena([size], ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
 
 
-def _open_files(in_files: InFiles, arena: HostArena, board: Flags, endings: Endings) -> Files:
+def _open_files(in_files: InFiles, arena: HostArena, board: Flags, endings: Endings, sink: Sink) -> Files:
     """Open the files that have weights, and the threads that read them."""
     opened: dict[str, WeightFile] = {}
 
@@ -274,6 +277,7 @@ def _open_files(in_files: InFiles, arena: HostArena, board: Flags, endings: Endi
         slot_bytes=in_files.slot_bytes,
         flags=[board[len(board) - in_files.flags + index] for index in range(in_files.flags)],
         worker=worker,
+        sink=sink,
     )
 
 

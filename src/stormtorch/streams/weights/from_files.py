@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from ...core.errors import LaneError, StorageError, StormError
+from ...core.events import Sink
 from ...core.sizes import KiB, round_down, round_up
 from ...core.tags import Tag
 from ...memory.disk.calls import storage_error
@@ -25,6 +26,7 @@ from ...memory.disk.mapped import WeightFile
 from ...memory.lanes.flags import Flag
 from ...memory.lanes.lane import Lane
 from ...native.worker.files import FileJob, FileWorker, Range
+from ...native.worker.jobs import FileMeter
 from ..bridge.torch_private import without_torch_function
 from ..units.unit import Place, Unit
 
@@ -77,10 +79,12 @@ class Files:
         slot_bytes: int,
         flags: Sequence[Flag],
         worker: FileWorker,
+        sink: Sink,
     ) -> None:
         """``units``: those that have weights in files; ``open_file`` gives the file of a place. ``flags``: two for each
         slot of ``ring``, whose memory starts at a page."""
         self._worker, self._slot_bytes, self._next = worker, slot_bytes, 0
+        self._meter = FileMeter(worker, sink, Tag.PARAMETERS)
         parts, pairs = ring.split(slot_bytes), zip(flags[::2], flags[1::2], strict=True)
         self._slots = [Slot(part, *pair) for part, pair in zip(parts, pairs, strict=True)]
         self._board = flags[0].board
@@ -134,6 +138,10 @@ class Files:
                     lane.copy(target[to : to + size], memory[source : source + size], Tag.PARAMETERS, unit.index)
             finally:  # else the slot's next read would wait for ever
                 lane.write_flag(slot.released, slot.uses)
+
+    def emit(self) -> None:
+        """Report what was read since the last call."""
+        self._meter.emit()
 
     def check(self, unit: Unit | None = None) -> None:
         """Raise if a read has failed. ``unit``: also if one of its files was changed."""
