@@ -13,11 +13,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 
-from ...core.errors import LaneError, StorageError, StormError
+from ...core.errors import StorageError, StormError
 from ...core.events import Sink
 from ...core.sizes import KiB, round_down, round_up
 from ...core.tags import Tag
@@ -88,6 +88,7 @@ class Files:
         parts, pairs = ring.split(slot_bytes), zip(flags[::2], flags[1::2], strict=True)
         self._slots = [Slot(part, *pair) for part, pair in zip(parts, pairs, strict=True)]
         self._board = flags[0].board
+        self._board.watch(self._failure)
         self._parts = {
             unit.index: [
                 _Tensor(open_file(place), place.span.offset, place.span.size, place.at)
@@ -145,8 +146,7 @@ class Files:
 
     def check(self, unit: Unit | None = None) -> None:
         """Raise if a read has failed. ``unit``: also if one of its files was changed."""
-        if self._board.aborted.read():
-            self._raise_failure()
+        self._board.raise_if_aborted()
         for file in self._of_unit[unit.index] if unit is not None else ():
             file.check()
 
@@ -156,22 +156,19 @@ class Files:
         for file in {id(file): file for files in self._of_unit.values() for file in files}.values():
             file.check(content=True)
 
-    def _raise_failure(self) -> NoReturn:
-        """Raise for the read that has failed, or for what else has ended the flags."""
+    def _failure(self) -> StorageError | None:
+        """The read that has failed, in one line; None if none has."""
         failure = self._worker.failure()
-        if failure is not None:
-            files = {file for files in self._of_unit.values() for file in files}
-            path = next((f.path for f in files if failure.fd in (f.direct.number, f.plain.number)), "a file")
-            what = f"read bytes {failure.offset} to {failure.offset + failure.bytes} of {path}"
-            if failure.error == errno.ENODATA:
-                error = StorageError(f"Cannot {what}: it is truncated. Restore it, and start again.")
-                error.errno = failure.error
-            else:
-                error = storage_error(what, OSError(failure.error, os.strerror(failure.error)))
-            self._board.abort(error)
-            raise error
-        self._board.raise_if_aborted()
-        raise LaneError("Cannot load weights: work on home memory has failed. Close the session.")
+        if failure is None:
+            return None
+        files = (file for files in self._of_unit.values() for file in files)
+        path = next((f.path for f in files if failure.fd in (f.direct.number, f.plain.number)), "a file of weights")
+        what = f"read bytes {failure.offset} to {failure.offset + failure.bytes} of {path}"
+        if failure.error != errno.ENODATA:
+            return storage_error(what, OSError(failure.error, os.strerror(failure.error)))
+        error = StorageError(f"Cannot {what}: it is truncated. Restore it, and load the last checkpoint.")
+        error.errno = failure.error
+        return error
 
     def expose(self, place: Place) -> None:
         """User code gets the address of a weight's memory, through which it may write without our notice."""
