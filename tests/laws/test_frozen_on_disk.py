@@ -122,7 +122,7 @@ def is_mapped(parameter: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("loose", [False, True], ids=["tight", "loose"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", [lora, tied])
+@pytest.mark.parametrize("make", [lora, pytest.param(tied, marks=pytest.mark.wide)])
 def test_adapters_train_with_the_same_numbers(make: Make, dtype: torch.dtype, loose: bool, tmp_path: Path) -> None:
     model = mapped(built(make, dtype), tmp_path)
     twin = copy.deepcopy(model)
@@ -152,7 +152,7 @@ def test_adapters_train_with_the_same_numbers(make: Make, dtype: torch.dtype, lo
 
 
 @pytest.mark.parametrize("step", ["forward", "backward", "serial"])
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("activations", ["recompute", pytest.param("offload", marks=pytest.mark.wide)])
 def test_in_every_mode(step: str, activations: str, tmp_path: Path) -> None:
     model = mapped(built(lora, torch.bfloat16), tmp_path)
     twin = copy.deepcopy(model)
@@ -331,7 +331,7 @@ def _watched(folder: Path, missing: Wait | None = None, **settings: Any) -> Chec
     return checker
 
 
-@pytest.mark.parametrize("step", ["forward", "backward"])
+@pytest.mark.parametrize("step", ["forward", pytest.param("backward", marks=pytest.mark.wide)])
 def test_no_lane_and_no_read_meet_in_memory(step: str, tmp_path: Path) -> None:
     _watched(tmp_path, step=step).check()
 
@@ -376,7 +376,9 @@ def _huggingface_steps(model: Any, optimizer: torch.optim.Optimizer, count: int)
     return losses
 
 
-@pytest.mark.parametrize("meta", [False, True], ids=["from_pretrained", "from meta"])
+@pytest.mark.parametrize(
+    "meta", [pytest.param(False, marks=pytest.mark.wide), True], ids=["from_pretrained", "from meta"]
+)
 def test_adapters_of_peft(meta: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "model"
