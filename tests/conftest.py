@@ -3,7 +3,8 @@ again.
 
 Many laws are a grid of cases, and all of them take half an hour on two cores. Without ``STORM_WIDE`` a part of each
 large grid runs, the same one every time, with every value of every axis in it; and what is marked ``wide``, as tiny
-runs of benchmarks, does not. With ``STORM_FAST`` one case of each law runs, and nothing that durations.json calls slow.
+runs of benchmarks, does not. ``daily("...", "...")`` names the cases that run, by words of their ids, where the others
+prove the same once more. With ``STORM_FAST`` one case of each law runs, and nothing that durations.json calls slow.
 ``STORM_DURATIONS`` names the file to which the seconds of tests are written."""
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     for item in items:
         if "gpu" in item.keywords:
             continue
-        if "wide" in item.keywords and len(items) > 1:
+        if len(items) > 1 and ("wide" in item.keywords or not _is_daily(item)):
             left_out.add(item)
         elif hasattr(item, "callspec"):
             grids[item.nodeid.partition("[")[0]][item.nodeid] = item
@@ -94,13 +95,20 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
+def _is_daily(item: pytest.Item) -> bool:
+    """Without the mark, all cases are. A word means one part of the id, or several in their order: ``forward-1``."""
+    words = [word for mark in item.iter_markers("daily") for word in mark.args]
+    return not words or any(f"-{word}-" in f"-{item.callspec.id}-" for word in words)  # type: ignore[attr-defined]
+
+
 def _twins(cases: Mapping[str, pytest.Item]) -> list[str]:
     """All but one of the cases that differ in the kind of a session alone. A test's name decides which one it gets, and
     the tests of a file together have every kind."""
     first: dict[frozenset[Hashable], str] = {}
     for name in sorted(cases, key=lambda name: zlib.crc32(name.encode())):
         first.setdefault(frozenset(value for value in _values_of(cases[name]) if value[0] not in KINDS), name)
-    return [name for name in cases if name not in first.values()]
+    kept = set(first.values())
+    return [name for name in cases if name not in kept]
 
 
 def _not_fast(items: list[pytest.Item]) -> set[pytest.Item]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Hashable, Mapping
+from typing import TypeVar
 
+import torch
+
+ALL = bool(os.environ.get("STORM_WIDE")) or torch.cuda.is_available()
+T = TypeVar("T")
 _MANY, _VERY_MANY = 6, 24
 
 
@@ -19,3 +25,8 @@ def thinned(cases: Mapping[str, set[Hashable]]) -> set[str]:
             kept.add(name)
             seen |= cases[name]
     return kept
+
+
+def daily(some: T, all_of_them: T) -> T:
+    """How often a test tries something: ``some`` every day, more in a wide run and on a machine with a GPU."""
+    return all_of_them if ALL else some

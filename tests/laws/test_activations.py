@@ -25,6 +25,7 @@ from stormtorch.streams.activations.plans.plan import KEEP, RECOMPUTE_FROM_RAM, 
 from stormtorch.streams.bridge.torch_private import StorageReference
 from stormtorch.streams.settings import Trial
 
+from ..thinning import daily
 from .models import (
     CHAIN,
     HUGGINGFACE,
@@ -403,7 +404,7 @@ def test_memory_is_flat_over_many_steps() -> None:
     model = net()
     activations = opened(model, "offload", seed=None)
     used = set()
-    for step in range(200):
+    for step in range(daily(60, 200)):
         with activations:
             loss = model(torch.randn(16 + step % 3, 16)).square().mean()
         loss.backward()

@@ -15,6 +15,7 @@ from torch import nn
 import stormtorch as storm
 from stormtorch.core.notices import forget_notices
 
+from ..thinning import daily
 from .models import (
     CHAIN,
     MAX_NORM,
@@ -127,7 +128,7 @@ SIBLINGS = (
 )
 def test_five_steps(name: str, step: str) -> None:
     with Pair(CHAIN, lambda model: MAKERS[name](model.parameters()), step=step) as pair:
-        pair.steps(5)
+        pair.steps(daily(3, 5))
         pair.check()
 
 
@@ -198,7 +199,7 @@ def test_an_optimizer_that_nobody_knows_is_not_run_in_parts(name: str) -> None:
 @pytest.mark.parametrize("name", KNOWN)
 def test_five_steps_in_backward(name: str) -> None:
     with Pair(CHAIN, lambda model: MAKERS[name](model.parameters()), step="backward") as pair:
-        pair.steps(5)
+        pair.steps(daily(3, 5))
         pair.check(grads=False)
 
 

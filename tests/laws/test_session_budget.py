@@ -93,6 +93,7 @@ def test_what_checkpointing_needs_is_enough(vocabulary: int, rate: float, small_
 
 
 @pytest.mark.parametrize("limit_mib", [56, 60])
+@pytest.mark.daily("56")
 def test_what_is_taken_between_two_steps(limit_mib: int, small_scale: Callable[[float], None]) -> None:
     """The pool grows after the second step, and then a loop loads its next batch, and the peak is a little higher than
     the pool. The blocks of the third pass must not be given the bytes that the pool has taken."""

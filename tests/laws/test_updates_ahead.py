@@ -22,6 +22,7 @@ from stormtorch.native.worker.jobs import FlagValue, Worker
 from stormtorch.streams.optimizer.adam import ahead
 from stormtorch.streams.optimizer.adam.ahead import Ahead
 
+from ..thinning import daily
 from .models import CHAIN, LLAMA, OTHERS, Case, Pair, Side, cross_entropy, frozen, one_thread, same  # noqa: F401  # a fixture
 from .models import tokens as tokens_of
 
@@ -211,14 +212,14 @@ BETWEEN: list[Callable[[Side], Any]] = [
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda action: action.__name__[1:])
 def test_what_user_code_does_before_the_step(between: Callable[[Side], Any], device: torch.device) -> None:
     with Pair(CHAIN, device=device, ahead=True) as pair:
-        for number in range(14):
+        for number in range(daily(11, 14)):
             pair.both(lambda side, n=number: _backward(side, n), "loss")  # type: ignore[misc]
             if number in (4, 5, 9):
                 assert ahead_of(pair).begun or number < 5
                 pair.both(between)
             pair.both(lambda side: (side.optimizer.step(), side.optimizer.zero_grad())[1])
         pair.check()
-        assert ahead_of(pair).taken_over > 10
+        assert ahead_of(pair).taken_over > daily(7, 10)
 
 
 def _backward(side: Side, number: int) -> torch.Tensor:
