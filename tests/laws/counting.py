@@ -27,11 +27,11 @@ class Counting(TorchDispatchMode):
         self._at_most = 0  # what lives, and what has gone since we looked last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(tensor)._cdata for tensor in _tensors([args, kwargs])}
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors([result]):
-            storage = _storage(tensor)
-            if storage._cdata not in given and storage._cdata not in self._alive:
+        for storage in [_storage(tensor) for tensor in _tensors([result])]:
+            if storage._cdata in self._alive:
+                continue
+            if all(storage._cdata != _storage(tensor)._cdata for tensor in _tensors([args, kwargs])):
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self._at_most += storage.nbytes()
         if self._at_most > self._peak:  # asking every storage takes longer than most operations

@@ -64,20 +64,21 @@ def clipped_step(step: int, limit: float) -> Callable[[Side], tuple[torch.Tensor
 
 @pytest.mark.parametrize("case", [DROPPING, pytest.param(LLAMA, marks=pytest.mark.wide)], ids=lambda case: case.name)
 def test_clipping_that_comes_and_goes(case: Case, device: torch.device) -> None:
-    """In two hundred steps, some clip and some do not; batches change their shape."""
+    """In many steps, some clip and some do not; batches change their shape."""
     case = Case(case.name, case.make, shapes, cross_entropy)
     with Pair(case, device=device, ahead=True) as pair:
         norms, clipped, limit = list[float](), 0, 1e9
-        for number in range(200):
+        steps = daily(80, 200)
+        for number in range(steps):
             if number % 10 == 9 and device.type == "cpu":  # a GPU adds norms up in another order
                 limit = statistics.median(norms[-10:]) * 1.05
             norms.append(float(pair.both(clipped_step(number, limit))[1]))
             clipped += norms[-1] > limit
         pair.check()
         seen = ahead_of(pair)
-        assert seen.taken_over > 100
+        assert seen.taken_over > steps / 2
         if device.type == "cpu":
-            assert 20 < clipped < 180
+            assert steps / 10 < clipped < steps * 0.9
             assert seen.begun > seen.taken_over
 
 
