@@ -57,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("::" in asked for asked in config.args):
+        _check_daily(items)
     if not os.environ.get("STORM_WIDE"):
         left_out = _left_out(items) | (_not_fast(items) if FAST else set())
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
@@ -97,8 +99,27 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 
 def _is_daily(item: pytest.Item) -> bool:
     """Without the mark, all cases are. A word means one part of the id, or several in their order: ``forward-1``."""
-    words = [word for mark in item.iter_markers("daily") for word in mark.args]
-    return not words or any(f"-{word}-" in f"-{item.callspec.id}-" for word in words)  # type: ignore[attr-defined]
+    words = _daily_words(item)
+    return not words or any(_has(item, word) for word in words)
+
+
+def _daily_words(item: pytest.Item) -> list[str]:
+    return [word for mark in item.iter_markers("daily") for word in mark.args]
+
+
+def _has(item: pytest.Item, word: str) -> bool:
+    return f"-{word}-" in f"-{item.callspec.id}-"  # type: ignore[attr-defined]
+
+
+def _check_daily(items: list[pytest.Item]) -> None:
+    """A word that no case has is a mistake: what it meant would run on no day."""
+    found: defaultdict[tuple[str, str], bool] = defaultdict(bool)
+    for item in items:
+        for word in _daily_words(item):
+            found[item.nodeid.partition("[")[0], word] |= _has(item, word)
+    for (test, word), is_there in found.items():
+        if not is_there:
+            raise pytest.UsageError(f"{test}: no case has {word!r}, which @pytest.mark.daily names")
 
 
 def _twins(cases: Mapping[str, pytest.Item]) -> list[str]:

@@ -28,14 +28,11 @@ from stormtorch.native.library import library
 from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings, Trial
 
-from ..thinning import daily
-
 Batch = tuple[torch.Tensor, ...]
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 T = TypeVar("T")
 
 WIDTH, VOCABULARY, ROWS, LENGTH = 32, 32, 4, 8
-BLOCKS = daily(6, 8)  # budgets have room for three and a half
 MAX_NORM = 0.5  # below the norms of these models, so that clipping changes every number
 
 
@@ -93,7 +90,7 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.body = nn.Sequential(*(ConvBlock(16) for _ in range(BLOCKS)))
+        self.body = nn.Sequential(*(ConvBlock(16) for _ in range(8)))
         self.head = nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +119,7 @@ class Moe(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
-        self.blocks = nn.ModuleList(MoeBlock(16) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(MoeBlock(16) for _ in range(8))
         self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -158,7 +155,7 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(BLOCKS))
+        self.layers = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(8))
         self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -175,7 +172,7 @@ class Dropping(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True) for _ in range(BLOCKS)
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True) for _ in range(8)
         )
         self.head = nn.Linear(16, VOCABULARY)
 
@@ -215,7 +212,7 @@ class ChainBlock(nn.Module):
 class Chain(nn.Module):
     """Blocks in whatever order the caller wants."""
 
-    def __init__(self, blocks: int = BLOCKS, width: int = WIDTH) -> None:
+    def __init__(self, blocks: int = 8, width: int = WIDTH) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(ChainBlock(width) for _ in range(blocks))

@@ -660,6 +660,7 @@ def test_lists_that_blocks_write_into(mode: str, room: int | None) -> None:
 
 
 @pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+@pytest.mark.daily("offload-None", "recompute-0", "auto-0", "auto-100000")
 def test_manners_that_change(mode: str, room: int | None) -> None:
     """Evaluated first, trained later; frozen, then not; switched to eval before backward."""
 
@@ -677,6 +678,7 @@ def test_manners_that_change(mode: str, room: int | None) -> None:
 
 
 @pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+@pytest.mark.daily("offload-None", "recompute-0", "auto-0", "auto-100000")
 def test_an_earlier_graph_runs_again_after_the_next_forward(mode: str, room: int | None) -> None:
     def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
         with context:
@@ -691,6 +693,7 @@ def test_an_earlier_graph_runs_again_after_the_next_forward(mode: str, room: int
 
 
 @pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+@pytest.mark.daily("offload-None", "recompute-0", "auto-0", "auto-100000")
 def test_parameters_that_are_there_for_one_call(mode: str, room: int | None) -> None:
     def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
         doubled = {name: parameter * 2 for name, parameter in model.named_parameters()}

@@ -151,7 +151,7 @@ def _fill_up(ledger: Ledger) -> None:
 
 
 def _edit(model: nn.Module) -> None:
-    model.get_parameter("blocks.4.up.weight").data.mul_(0.5)
+    model.get_parameter("blocks.6.up.weight").data.mul_(0.5)
 
 
 def _assign(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ def parameters(side: Side) -> list[nn.Parameter]:
 
 def far(side: Side) -> torch.Tensor:
     """The gradient of a parameter in the middle of what moves."""
-    grad = side.named("blocks.4.up.weight").grad
+    grad = side.named("blocks.6.up.weight").grad
     assert grad is not None
     return grad
 
@@ -72,7 +72,7 @@ def clip_and_look_at_one(side: Side) -> object:
 
 def clip_and_drop_one(side: Side) -> object:
     norm = clip(side)
-    side.named("blocks.4.up.weight").grad = None
+    side.named("blocks.6.up.weight").grad = None
     return norm
 
 
@@ -93,7 +93,7 @@ def scale_by_a_number_that_changes(side: Side) -> object:
 
 def scale_one_twice(side: Side) -> object:
     factor = torch.tensor(0.3)
-    for parameter in (*parameters(side), side.named("blocks.4.up.weight")):
+    for parameter in (*parameters(side), side.named("blocks.6.up.weight")):
         assert parameter.grad is not None
         parameter.grad.mul_(factor)
     return factor

@@ -140,6 +140,7 @@ KNOWN = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.daily("sgd-nesterov", "adafactor", "adam", "adam-fused", "adamw-amsgrad", "asgd", "radam", "adadelta")
 def test_states_of_small_weights_come_and_go(name: str, dtype: torch.dtype) -> None:
     """Plain steps, streamed ones and plain ones again: states have the dtype of the weights, those of masters fp32."""
     model = CHAIN.build().to(dtype)
@@ -197,6 +198,9 @@ def test_an_optimizer_that_nobody_knows_is_not_run_in_parts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.daily(
+    "sgd-nesterov", "adafactor", "adam", "adam-fused", "adamw-tensor-lr", "adamw-maximize", "rprop", "nadam"
+)
 def test_five_steps_in_backward(name: str) -> None:
     with Pair(CHAIN, lambda model: MAKERS[name](model.parameters()), step="backward") as pair:
         pair.steps(daily(3, 5))

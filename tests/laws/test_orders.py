@@ -17,7 +17,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .models import (
-    BLOCKS,
     CHAIN,
     HUGGINGFACE,
     VOCABULARY,
@@ -52,7 +51,7 @@ def ordered(side: Side, step: int, order: list[int]) -> torch.Tensor:
 
 
 def skipped(side: Side, step: int) -> object:
-    return ordered(side, step, [index for index in range(BLOCKS) if random.Random(step * 8 + index).random() < 0.6])
+    return ordered(side, step, [index for index in range(8) if random.Random(step * 8 + index).random() < 0.6])
 
 
 def nothing_but_the_ends(side: Side, step: int) -> object:
@@ -60,11 +59,11 @@ def nothing_but_the_ends(side: Side, step: int) -> object:
 
 
 def repeated(side: Side, step: int) -> object:
-    return ordered(side, step, [0, 1, 1, 2, 3, 0, 4, 4, 4, 5, 1])
+    return ordered(side, step, [0, 1, 1, 2, 3, 0, 4, 5, 6, 6, 6, 7, 1])
 
 
 def permuted(side: Side, step: int) -> object:
-    return ordered(side, step, random.Random(step).sample(range(BLOCKS), BLOCKS))
+    return ordered(side, step, random.Random(step).sample(range(8), 8))
 
 
 def early_exit(side: Side, step: int) -> object:
@@ -110,12 +109,12 @@ def through(side: Side, first: int, last: int) -> Callable[[torch.Tensor], torch
 def nested_checkpoint(side: Side, step: int) -> object:
     def outer(x: torch.Tensor) -> torch.Tensor:
         x = torch.as_tensor(checkpoint(through(side, 0, 2), x, use_reentrant=False))
-        x = through(side, 2, 3)(x)
-        return torch.as_tensor(checkpoint(through(side, 3, BLOCKS - 2), x, use_reentrant=False))
+        x = through(side, 2, 4)(x)
+        return torch.as_tensor(checkpoint(through(side, 4, 6), x, use_reentrant=False))
 
     model = chain(side)
     x = checkpoint(outer, model.embed(side.batch(step)[0]), use_reentrant=False)
-    loss = entropy(side, model.head(through(side, BLOCKS - 2, BLOCKS)(x)), step)
+    loss = entropy(side, model.head(through(side, 6, 8)(x)), step)
     loss.backward()
     return loss
 
@@ -251,7 +250,7 @@ def weights_by_functional(side: Side, step: int) -> object:
 
 def gradient_with_respect_to_the_input(side: Side, step: int) -> object:
     x = torch.randn(2, 6, 32, device=side.device, requires_grad=True)
-    (slope,) = torch.autograd.grad(through(side, 0, BLOCKS)(x).square().sum(), x)
+    (slope,) = torch.autograd.grad(through(side, 0, 8)(x).square().sum(), x)
     loss = side.loss(step)
     loss.backward()
     return slope, loss
@@ -356,7 +355,7 @@ def test_a_gradient_penalty() -> None:
 
     def run(side: Side) -> None:
         x = torch.randn(2, 6, 32, device=side.device, requires_grad=True)
-        (slope,) = torch.autograd.grad(through(side, 0, BLOCKS)(x).square().sum(), x, create_graph=True)
+        (slope,) = torch.autograd.grad(through(side, 0, 8)(x).square().sum(), x, create_graph=True)
         (side.loss(0) + slope.square().mean()).backward()
 
     with Pair(vram="auto") as pair:

@@ -569,6 +569,7 @@ def with_masters(
         ("huggingface", "forward", 1, "off"),
     ],
 )
+@pytest.mark.daily("llama-serial", "llama-forward-3", "llama-recomputed-backward", "moe", "lora")
 def test_bf16_keeps_fp32_masters(device: torch.device, name: str, step: str, accumulate: int, clip: str) -> None:
     case, steps = BY_NAME[name], 7 if accumulate == 1 else 3
     model = case.build(torch.bfloat16)

@@ -21,7 +21,6 @@ from stormtorch.streams.bridge import handlers
 from stormtorch.streams.bridge.torch_private import FUNCTION_BASE
 
 from .models import (
-    BLOCKS,
     CHAIN,
     MAX_NORM,
     OTHERS,
@@ -43,7 +42,7 @@ from .models import (
 
 LORA = next(case for case in OTHERS if case.name == "lora")
 CONV = next(case for case in OTHERS if case.name == "conv")
-FAR = "blocks.4.up.weight"  # a parameter in the middle of what moves
+FAR = "blocks.6.up.weight"  # a parameter in the middle of what moves
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -72,7 +71,7 @@ READS: dict[str, Callable[[Side], object]] = {
     "repr": lambda side: re.findall(r"-?\d+\.\d+", str(side.named("head.bias").data)),
     "clone": lambda side: copy.deepcopy(side.named(FAR)),
     "vector": lambda side: nn.utils.parameters_to_vector(side.model.parameters()),
-    "stack": lambda side: torch.stack([side.named(f"blocks.{index}.norm.weight") for index in range(BLOCKS)]),
+    "stack": lambda side: torch.stack([side.named(f"blocks.{index}.norm.weight") for index in range(8)]),
     "out": lambda side: torch.add(side.named(FAR), 1, out=torch.empty(64, 32)),
     "foreach": lambda side: torch._foreach_norm(list(side.model.parameters())),
 }
@@ -452,7 +451,7 @@ def replace_in_forward(model: Writing) -> None:
 
 def add_up(model: Writing) -> None:
     torch.add(model.head.weight, model.embed.weight, alpha=0.01, out=model.head.weight)
-    torch._foreach_mul_([model.get_parameter(f"blocks.{index}.norm.weight") for index in range(BLOCKS)], 0.9)
+    torch._foreach_mul_([model.get_parameter(f"blocks.{index}.norm.weight") for index in range(8)], 0.9)
 
 
 def rectify(model: Writing) -> None:
