@@ -149,7 +149,7 @@ run() {
 
 export -f run turns tests
 export work commit rounds OLD="${OLD:-}"
-(while sleep 10; do pack; done) &
+(while sleep 10; do pack; done) > /dev/null 2>&1 &
 packer=$!
 trap 'kill $packer 2> /dev/null; wait $packer 2> /dev/null; pack; rm -rf "$work"' EXIT
 trap 'exit 143' TERM INT

@@ -17,7 +17,7 @@ _SHOWN = (
     "auto / recompute", "auto / checkpoint", "busy", "step s", "s a token", "of the link", "of vram", "VRAM GiB",
     "VRAM GiB (reserved)", "first loss, s", "in all, s", "least vram", "samples/s",
 )  # fmt: skip
-_NAMES = ("model", "case", "tokens", "vram", "method", "way", "batch")
+_NAMES = ("table", "model", "case", "tokens", "vram", "method", "way", "batch")
 _TURN = re.compile(r"(?P<name>.+)-(?P<round>\d+)(-(?P<commit>[0-9a-z]+))?")
 Row = dict[str, str]
 
@@ -58,16 +58,19 @@ def _shown(row: Row) -> Iterator[str]:
 
 
 def rows(text: str) -> Iterator[Row]:
-    """Of all tables in a Markdown file."""
+    """Of all tables in a Markdown file; "table" is the heading of those that have one of their own."""
     columns: list[str] = []
+    heading: Row = {}
     for line in text.splitlines():
+        if line.startswith("## "):
+            heading = {"table": line[3:].strip()}
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
         if not cells:
             columns = []
         elif not columns:
             columns = cells
         elif set(line) - set("|-: "):
-            yield dict(zip(columns, cells, strict=False))
+            yield heading | dict(zip(columns, cells, strict=False))
 
 
 def number(cell: str) -> float | None:
