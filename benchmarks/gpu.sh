@@ -23,13 +23,13 @@
 #                      a model and a shape take ~250
 # or a group of them, which fits into 600 seconds, with 2 rounds and two folders in OLD:
 #   first              gpu-tests grid:qwen-1b grid:moe-2b generate                            ~545, and ~20 to build
-#   second             main grid:llama-2b data opening                                        ~580
-#   third              sizes activations long                                                 ~565
+#   second             main grid:llama-2b data opening                                        ~550, and ~20
+#   third              sizes activations long                                                 ~560, and ~20
 #   rest               ahead first-loss experts vocabulary; as far as there is time           ~860
-# OLD names checkouts of older commits: `for c in 55e83cf 6cf2f41; do git worktree add old/$c $c; done`, or where .git does
-# not travel `mkdir -p old/$c && git archive $c | tar -x -C old/$c`. Two processes that do the same differ by some per
-# cent, hence the turns: ROUNDS of them.
-# After LIMIT seconds (580 for a group) what runs is ended, and what is left is named.
+# OLD names folders with older commits, made before by `mkdir -p old/$c && git archive $c | tar -x -C old/$c`. Their names
+# stand in the tables. Two processes that do the same differ by some per cent, hence the turns: ROUNDS of them.
+# After LIMIT seconds (580 for a group) what runs is ended, and what is left is named. The three groups take ~1,710 s; of
+# less time, give the third group what is left as LIMIT: it begins with what has no other run to stand on.
 #
 # The output folder has few files, because some machines return no more: tables.md, logs.txt and files.tar.gz (with all
 # steps), written anew every ten seconds, and summary.txt, which is printed last.
@@ -103,9 +103,9 @@ run() {
     grid:*) python3 -m benchmarks.trainer.paired "${1#grid:}" --rounds 3 --steps 5 --limit 190 --commit "$commit" --out "$work/paired-${1#grid:}" ;;
     busy:*) python3 -m benchmarks.trainer.paired "${1#busy:}" --rounds 0 --limit 120 --commit "$commit" --out "$work/busy-${1#busy:}" ;;
     long) # auto compares plans from the 8th step on; a method without plans needs no such warm-up
-      python3 -m benchmarks.trainer.long --methods auto --limit 150 --warm 15 --steps 3 --commit "$commit" --out "$work/long-auto"
-      python3 -m benchmarks.trainer.long --methods checkpoint --limit 80 --warm 3 --steps 3 --commit "$commit" --out "$work/long-by-hand"
-      python3 -m benchmarks.trainer.long --methods auto-little-ram --limit 120 --warm 9 --steps 3 --commit "$commit" --out "$work/long-little-ram"
+      python3 -m benchmarks.trainer.long --methods auto --limit 150 --warm 13 --steps 3 --commit "$commit" --out "$work/long-auto"
+      python3 -m benchmarks.trainer.long --methods checkpoint --limit 80 --warm 2 --steps 3 --commit "$commit" --out "$work/long-by-hand"
+      python3 -m benchmarks.trainer.long --methods auto-little-ram --limit 120 --warm 7 --steps 3 --commit "$commit" --out "$work/long-little-ram"
       ;;
     generate) python3 -m benchmarks.inference link storm-no-cudnn storm accelerate --tokens 20 --warm 12 --limit 62 --commit "$commit" --out "$work/generate" ;;
     experts) python3 -m benchmarks.inference link storm-no-cudnn accelerate --size moe-30b --vram 12GiB --tokens 32 --warm 12 --limit 170 --commit "$commit" --out "$work/experts" ;;
