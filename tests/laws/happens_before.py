@@ -26,6 +26,7 @@ from stormtorch.memory.lanes.flags import Flag
 from stormtorch.memory.lanes.lane import Event, Lane
 from stormtorch.native.adamw import adamw_
 from stormtorch.native.update import AdamStep, AdamTensors, WeightCopy
+from stormtorch.native.worker.files import FileJob, FileWorker
 from stormtorch.native.worker.jobs import FlagValue, Worker
 
 from .checker import Checker, Wait
@@ -111,7 +112,8 @@ def _check_lanes(patch: pytest.MonkeyPatch, checker: Checker) -> None:
         load, store, compute, aside = (
             CheckedLane(checker, lane) for lane in (lanes.load, lanes.store, lanes.compute, lanes.aside)
         )
-        return Lanes(lanes.device, load, store, compute, aside, lanes.ring)
+        files = None if lanes.files is None else CheckedLane(checker, lanes.files)
+        return Lanes(lanes.device, load, store, compute, aside, lanes.ring, files)
 
     patch.setattr("stormtorch.session.resources.open_lanes", opened)
     patch.setattr("stormtorch.session.offload.open_lanes", opened)
@@ -171,6 +173,14 @@ def _check_updates(patch: pytest.MonkeyPatch, checker: Checker) -> None:
         checker.job(tensors, settings["ready"], settings["done"], settings["also"])
         return copy(worker, tensors, **settings)
 
+    run = FileWorker.run
+
+    def checked_run(worker: FileWorker, job: FileJob) -> int:
+        if job.target is not None:
+            checker.read(job.target, job.ready, job.done)
+        return run(worker, job)
+
+    patch.setattr(FileWorker, "run", checked_run)
     patch.setattr(Worker, "submit", checked_submit)
     patch.setattr(Worker, "copy", checked_copy)
     patch.setattr("stormtorch.streams.optimizer.adam.stream.adamw_", checked_update)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormtorch.core.errors import LaneError
+from stormtorch.core.errors import LaneError, StorageError
 from stormtorch.core.tags import Tag
 from stormtorch.memory.books.ledger import Ledger
 from stormtorch.memory.host.pinning import page_lock_for
@@ -76,6 +76,17 @@ def test_abort_lets_every_waiter_go_and_they_raise(ledger: Ledger) -> None:
         flags[0].set(1)
     with pytest.raises(LaneError):
         flags[0].wait(0)
+    flags.close()
+
+
+def test_a_board_that_a_native_thread_aborts_says_why(ledger: Ledger) -> None:
+    flags = Flags(1, ledger=ledger, device=torch.device("cpu"))
+    flags.watch(lambda: None)  # of a worker that did not do it
+    flags.watch(lambda: StorageError("the disk is gone"))
+    flags.raise_if_aborted()
+    flags.aborted.at(1).write()
+    with pytest.raises(StorageError, match="the disk is gone"):
+        flags[0].set(1)
     flags.close()
 
 

@@ -186,7 +186,7 @@ class FileReader(Closing):
         except OSError as error:
             raise storage_error(f"open {path}", error) from error
         status = os.fstat(self._fd)
-        self.size = status.st_size
+        self.size, self.inode = status.st_size, status.st_ino
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CheckpointError(f"{path} is not a plain file. Use another folder.")

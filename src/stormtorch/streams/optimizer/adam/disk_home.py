@@ -135,10 +135,11 @@ class DiskHome(RamHome):
         """Report what was read and written since the last call."""
         self._meter.emit()
 
-    def _failure(self) -> StorageError:
-        """The access that failed, in one line."""
+    def _failure(self) -> StorageError | None:
+        """The access that failed, in one line; None if none has."""
         failure = self._worker.failure()
-        assert failure is not None
+        if failure is None:
+            return None
         file = next(file for file in self._files if file.number == failure.fd)
         verb = "write" if failure.write else "read"
         what = f"{verb} optimizer states: bytes {failure.offset} to {failure.offset + failure.bytes} of {file.name}"
