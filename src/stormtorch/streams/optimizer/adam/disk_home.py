@@ -174,7 +174,7 @@ class DiskHome(RamHome):
     def stored_tensor(self, place: Place, name: str) -> StoredTensor | None:
         """A state of a parameter that lies in a file as a contiguous tensor, for code that moves all of its bytes."""
         on_disk = self._units.get(place.unit.index)
-        if on_disk is None or name not in (*MOMENTS, MASTER) or place.stride != _contiguous(place.shape):
+        if on_disk is None or name not in (*MOMENTS, MASTER) or not _is_contiguous(place):
             return None
         (moments_at, masters_at), regions = on_disk.layout.at[place.index], on_disk.regions
         if name == MASTER:
@@ -269,5 +269,5 @@ def _bound(chunk: _Chunk, run: Run, image: torch.Tensor, grads: torch.Tensor, *,
     return found
 
 
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+def _is_contiguous(place: Place) -> bool:
+    return place.parameter.is_contiguous() and place.parameter.stride() == place.stride
