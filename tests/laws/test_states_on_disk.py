@@ -30,6 +30,7 @@ from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.units import sizes
 from stormtorch.streams.units.file_layout import GRAIN
 
+from ..thinning import daily
 from .models import (
     CHAIN,
     LLAMA,
@@ -47,7 +48,7 @@ from .models import (
 )
 
 CASES = [LLAMA, *(case for case in OTHERS if case.name in ("tied", "moe", "lora", "conv", "dropout", "huggingface"))]
-TENS = [case for case in CASES if case.name in ("llama", "lora")]
+STEPS = daily(2, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +120,7 @@ def histories(
         given = {"disk": disk, "part": part} if part is not None else {"disk": None, "part": 0.0}
         with open_on_disk(model, optimizer, **given, device=device, **more) as session:
             assert bool(on_disk(session)) == (part is not None)
-            found.append(train(case, model, optimizer, steps=4, device=device, session=session, **loop))
+            found.append(train(case, model, optimizer, steps=STEPS, device=device, session=session, **loop))
     return found
 
 
@@ -128,7 +129,7 @@ def histories(
 def test_same_numbers_as_plain_pytorch(case: Case, part: float, tmp_path: Path, device: torch.device) -> None:
     with two(case, tmp_path, part=part, device=device) as (plain, streamed, session):
         assert on_disk(session)
-        for number in range(4):
+        for number in range(STEPS):
             same(step_of(streamed, number), step_of(plain, number), "loss")
         same(streamed.model.state_dict(), plain.model.state_dict(), "weights")
         same(frozen(streamed.optimizer.state_dict()), frozen(plain.optimizer.state_dict()), "states")
@@ -177,7 +178,7 @@ def test_groups_with_settings_of_their_own(tmp_path: Path, device: torch.device)
         optimizer = grouped(model)
         disk = tmp_path if part else None
         with open_on_disk(model, optimizer, disk, part=part or 0.0, device=device) as session:
-            found.append(train(LLAMA, model, optimizer, steps=4, device=device, session=session))
+            found.append(train(LLAMA, model, optimizer, steps=STEPS, device=device, session=session))
     found[1].check(found[0])
 
 

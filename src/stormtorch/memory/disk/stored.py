@@ -16,7 +16,7 @@ import torch
 
 from ...core.sizes import round_down, round_up
 from ...native import moves
-from .calls import storage_errors
+from .calls import storage_errors, write_out
 from .files import ALIGNMENT
 from .scratch import ScratchFile
 
@@ -46,9 +46,11 @@ class MappedRange:
         """Write what was written to these bytes of the mapping to the disk, and release their RAM."""
         first, last = self._pages(start, stop)
         if last > first:
-            with storage_errors(f"write {last - first} bytes of {self.name}"):
-                self._map.flush(first, last - first)
-            self.drop(start, stop)
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)  # the system now knows all that was written
+            if self._number >= 0:
+                with storage_errors(f"write {last - first} bytes of {self.name}"):
+                    write_out(self._number, self.offset + first, last - first, wait=True)
+                self.drop(start, stop)
 
     def drop(self, start: int, stop: int) -> None:
         """Release the RAM of these bytes; they are read again when they are used."""
@@ -68,8 +70,8 @@ class MappedRange:
         with storage_errors(f"{verb} {len(view)} bytes of {self.name}", numbers=f"{got} bytes done"):
             if error:
                 raise OSError(error, os.strerror(error))
-            if write:
-                os.fdatasync(self._number)  # the cache gives up clean pages only
+            if write:  # the cache gives up clean pages only
+                write_out(self._number, self.offset + at, len(view), wait=True)
         self.drop(at, at + len(view))
 
 
