@@ -115,6 +115,16 @@ class ParameterStream:
             self._complete(residence, stay, stay.rows, rows)
         return stay
 
+    def check_reads(self) -> None:
+        """Raise if weights could not be read from a file: results since then are not valid."""
+        if self.files is not None:
+            self.files.check()
+
+    def check_exposed(self) -> None:
+        """Raise if user code has written a weight whose home is a file."""
+        if self.files is not None:
+            self.files.check_exposed()
+
     def load(self, residence: Residence, distance: float, rows: frozenset[int] | None = None) -> Stay | None:
         """Load a unit, or ``rows`` of it, into room of units whose next use is farther than ``distance``; None if there
         is none."""
