@@ -1,7 +1,7 @@
 """The schedule: calls weights, gradients and updater in order. The streams do not know each other's order.
 
 A unit is *used* when a module with its parameters is entered, when backward asks for a saved weight, and when user code
-computes with a parameter (`use`). Its gradients are *complete* when its nodes in autograd's graph have run (`collect`)."""
+computes with a parameter (`use`). Its gradients are *complete* when its nodes of the graph have run (`collect`)."""
 
 from __future__ import annotations
 
