@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -459,6 +460,28 @@ def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
             same(step_of(streamed, number), expected, "loss")
             same(step_of(other, number), expected, "loss of the other session")
         assert not list(tmp_path.iterdir())
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_descriptors_do_not_grow_with_units(tmp_path: Path) -> None:
+    """A scratch file and its mapping are open, however many units lie there; a few after close, for `optimizer.state`,
+    and none when that is dropped."""
+    before = _descriptors()
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))
+    optimizer = adamw(model)
+    with open_on_disk(model, optimizer, tmp_path) as session:
+        assert on_disk(session) == len(session.units) > 8
+        assert _descriptors() - before <= 5
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+    assert _descriptors() - before <= 1
+    optimizer.state.clear()
+    del session
+    gc.collect()
+    assert _descriptors() == before
 
 
 def test_a_directory_that_vanishes(tmp_path: Path) -> None:
