@@ -186,7 +186,8 @@ class AdamStream(Updater):
                 home.join()
                 self.join(home.unit)  # an update may still read them
             for index in indices:
-                home.view(home.unit.places[index]).mul_(factor)
+                gradient = home.view(home.unit.places[index])
+                (gradient if gradient.dim() else gradient.expand_as(factor)).mul_(factor)
                 home.forget_norm(index)
 
     @locked
