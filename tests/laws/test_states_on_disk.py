@@ -30,6 +30,7 @@ from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.units import sizes
 from stormtorch.streams.units.file_layout import GRAIN
+from stormtorch.streams.units.unit import Unit
 
 from .models import (
     CHAIN,
@@ -439,6 +440,32 @@ def test_an_io_error_ends_the_session(where: str, step: str, tmp_path: Path, dev
     with open_on_disk(fresh, adamw(fresh), tmp_path, device=device) as again:
         again.load(tmp_path / "saved")
         same(frozen(fresh.state_dict()), saved, "the saved weights")
+
+
+@pytest.mark.parametrize("where", ["pread", "pwrite"])
+def test_close_after_an_io_error_leaves_no_states_of_the_disk(where: str, tmp_path: Path) -> None:
+    """The model trains on, with the states that lie in RAM; those on disk begin at zero."""
+    model = LLAMA.build(torch.bfloat16)
+    side = Side(model, adamw(model), LLAMA, torch.device("cpu"))
+    disk = Failing(where, errno.EIO)
+    side.session = session = open_on_disk(model, side.optimizer, tmp_path, part=0.3, calls=disk.calls)
+    side.step(0), side.step(1)
+    lying = {id(p.parameter) for unit in session.units for p in unit.places if _is_on_disk(session, unit)}
+    disk.broken = True
+    with pytest.raises(StorageError) as raised:
+        _train_on(side)
+    assert raised.value.errno == errno.EIO
+    with pytest.raises(StorageError, match="I/O error"):
+        session.close()
+    side.session = None
+    states = side.optimizer.state
+    assert {id(p) for p in model.parameters()} - {id(p) for p in states} == lying
+    assert {type(value) for state in states.values() for value in state.values()} == {torch.Tensor}
+    side.step(2)
+
+
+def _is_on_disk(session: Session, unit: Unit) -> bool:
+    return unit.index in session._parts.ground.homes.on_disk.layouts
 
 
 def test_a_full_disk_is_found_at_the_start(tmp_path: Path) -> None:

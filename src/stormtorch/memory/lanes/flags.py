@@ -120,7 +120,9 @@ class Flags:
     @property
     def is_aborted(self) -> bool:
         if self._error is None and self._cause is not None and self.aborted.read():
-            self.abort(self._cause())
+            with self.lock:
+                if self._error is None:  # else another thread aborts right now
+                    self.abort(self._cause())
         return self._error is not None
 
     def raise_if_aborted(self) -> None:
@@ -128,7 +130,7 @@ class Flags:
             return
         if self.is_aborted:
             if isinstance(self._error, StorageError):  # says all that the user can use
-                raise StorageError(str(self._error)) from self._error
+                raise again(self._error)
             raise LaneError(f"A writer of this flag ended early: {self._error}") from self._error
 
     def close(self) -> None:
@@ -137,6 +139,13 @@ class Flags:
         self.abort(LaneError("the flags were closed"))
         self._finalizer.detach()
         self._arena.close()
+
+
+def again(error: StorageError) -> StorageError:
+    """The same error, to be raised by another call, or on another thread."""
+    repeated = StorageError(str(error))
+    repeated.errno, repeated.__cause__ = error.errno, error
+    return repeated
 
 
 def _let_go(awaited: dict[int, int], aborted: int, words: torch.Tensor | None = None) -> None:  # noqa: ARG001

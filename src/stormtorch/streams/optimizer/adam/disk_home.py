@@ -141,7 +141,8 @@ class DiskHome(RamHome):
     def _failure(self) -> StorageError:
         """The access that failed, in one line."""
         failure = self._worker.failure()
-        assert failure is not None
+        if failure is None:
+            return StorageError("Cannot use optimizer states on disk: their session ended with the process.")
         file = next(file for file in self._files if file.number == failure.fd)
         verb = "write" if failure.write else "read"
         what = f"{verb} optimizer states: bytes {failure.offset} to {failure.offset + failure.bytes} of {file.name}"
