@@ -47,7 +47,7 @@ class MappedRange:
     """``size`` bytes of a scratch file from ``offset`` on, both multiples of a page."""
 
     def __init__(self, file: MappedFile, offset: int, size: int) -> None:
-        self.offset, self.size, self.name, self._file = offset, size, file.name, file
+        self.offset, self.size, self.name, self.file = offset, size, file.name, file
         self.bytes = torch.empty(0, dtype=torch.uint8)
         if size:
             self.bytes = torch.frombuffer(file.map, dtype=torch.uint8, count=size, offset=offset)
@@ -57,29 +57,29 @@ class MappedRange:
         first, last = self._pages(start, stop)
         if last > first:
             with storage_errors(f"write {last - first} bytes of {self.name}"):
-                self._file.map.flush(self.offset + first, last - first)
+                self.file.map.flush(self.offset + first, last - first)
             self.drop(start, stop)
 
     def drop(self, start: int, stop: int) -> None:
         """Release the RAM of these bytes; they are read again when they are used."""
         first, last = self._pages(start, stop)
         if last > first:
-            self._file.map.madvise(mmap.MADV_DONTNEED, self.offset + first, last - first)
-            if self._file.number >= 0:
-                os.posix_fadvise(self._file.number, self.offset + first, last - first, os.POSIX_FADV_DONTNEED)
+            self.file.map.madvise(mmap.MADV_DONTNEED, self.offset + first, last - first)
+            if self.file.number >= 0:
+                os.posix_fadvise(self.file.number, self.offset + first, last - first, os.POSIX_FADV_DONTNEED)
 
     def _pages(self, start: int, stop: int) -> tuple[int, int]:
         return round_down(start, mmap.PAGESIZE), min(round_up(stop, mmap.PAGESIZE), self.size)
 
     def move(self, view: memoryview, at: int, *, write: bool) -> None:
         """Fill ``view`` with the bytes from ``at`` on, or write them there. Leaves nothing in the page cache."""
-        verb, call = ("write", self._file.calls.pwrite) if write else ("read", self._file.calls.pread)
-        error, got = moves.move_all(call, self._file.number, view, self.offset + at, needed=len(view), unit=1)
+        verb, call = ("write", self.file.calls.pwrite) if write else ("read", self.file.calls.pread)
+        error, got = moves.move_all(call, self.file.number, view, self.offset + at, needed=len(view), unit=1)
         with storage_errors(f"{verb} {len(view)} bytes of {self.name}", numbers=f"{got} bytes done"):
             if error:
                 raise OSError(error, os.strerror(error))
             if write:
-                os.fdatasync(self._file.number)  # the cache gives up clean pages only
+                os.fdatasync(self.file.number)  # the cache gives up clean pages only
         self.drop(at, at + len(view))
 
 
