@@ -51,7 +51,7 @@ WAITS = {
     "user code reads states on disk after they are there": (Wait("host", "DiskHome.refresh"), DISK),
     "a bucket is used again after its store": (Wait("compute", "Buckets.lend", "GradientStream.lend"), HOME),
     "a sum comes after the load of earlier gradients": (Wait("compute", "GradientStream._add_earlier"), SUM),
-    "a factor is stored after it is made": (Wait("store", "AdamStream.clip"), SUM),
+    "a factor is stored after it is made": (Wait("store", "AdamStream._store_factor"), SUM),
     "user code reads gradients after their store": (Wait("host", "GradHome.join"), HOME),
     "user code reads weights after their update": (Wait("host", "HomeGate.join"), HOME),
     "states are used after their load": (Wait("compute", "DeviceStates.staged"), THERE),

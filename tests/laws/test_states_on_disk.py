@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from stormtorch.streams.units.unit import Unit
 from .models import (
     CHAIN,
     LLAMA,
+    MAX_NORM,
     OTHERS,
     Case,
     Side,
@@ -206,6 +208,55 @@ def test_odd_optimizers_keep_their_states_in_ram(tmp_path: Path, caplog: pytest.
     with storm.stream(model, sgd(model), vram=tight(model), device="cpu", disk=tmp_path) as session:
         assert not on_disk(session)
     assert "disk= holds the states of Adam" in caplog.text
+
+
+class _Branches(nn.Module):
+    """Blocks of which the last one is used on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(16))
+
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        for block in self.blocks[:used]:
+            x = x + torch.as_tensor(block(x))
+        return x
+
+
+def test_a_late_update_has_its_own_clip_factor(tmp_path: Path) -> None:
+    """The disk holds up one unit's update, and many steps without that unit are clipped meanwhile."""
+    go, held = threading.Event(), set[int]()
+
+    def late(fd: int, view: memoryview, offset: int) -> int:
+        if offset in held:
+            assert go.wait(60)
+        return read_at(fd, view, offset)
+
+    def trained(disk: Path | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = _Branches()
+        optimizer = adamw(model)
+        with open_on_disk(
+            model, optimizer, disk, part=1.0 if disk else 0.0, seed=None, calls=SystemCalls(pread=late)
+        ) as session:
+            if disk is not None:
+                held.update(r.offset for r in _units(session)[-1].chunks[0].ranges)
+            for number in range(70):
+                model(torch.full((2, 64), 0.1 / (number + 1)), 16 if number == 0 else 3).square().sum().backward()
+                session.clip_grad_norm_(MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            go.set()
+            session.synchronize()
+            return [p.detach().clone() for p in model.parameters()]
+
+    ram = trained(None)
+    go.clear()
+    timer = threading.Timer(3.0, go.set)  # training may have to wait for that update
+    timer.start()
+    disk = trained(tmp_path)
+    timer.cancel()
+    assert all(map(torch.equal, disk, ram))
 
 
 # --- user code between two steps
