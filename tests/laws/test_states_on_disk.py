@@ -541,7 +541,7 @@ def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
 
 
 def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_descriptors_do_not_grow_with_units(tmp_path: Path) -> None:
