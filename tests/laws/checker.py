@@ -172,7 +172,7 @@ class Checker:
                 self.set_flag(done.address, done.value, self.clocks.point(actor))
 
     def file_job(self, job: FileJob) -> None:
-        """Note an update of states in a file, by two actors: what it does with memory, and what it does with the file."""
+        """Note an update of states in a file, by two actors: one uses memory, one the file."""
         with self._lock:
             self._jobs += 1
             actor, file = f"job {self._jobs}", f"file {self._jobs}"
