@@ -3,7 +3,8 @@ again.
 
 Many laws are a grid of cases, and all of them take half an hour on two cores. Without ``STORM_WIDE`` a part of each
 large grid runs, the same one every time, with every value of every axis in it; and what is marked ``wide``, as tiny
-runs of benchmarks, does not. With ``STORM_FAST`` one case of each law runs, and nothing that durations.json calls slow.
+runs of benchmarks, does not. ``daily("...", "...")`` names the cases that run, by words of their ids, where the others
+prove the same once more. With ``STORM_FAST`` one case of each law runs, and nothing that durations.json calls slow.
 ``STORM_DURATIONS`` names the file to which the seconds of tests are written."""
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("::" in asked for asked in config.args):
+        _check_daily(items)
     if not os.environ.get("STORM_WIDE"):
         left_out = _left_out(items) | (_not_fast(items) if FAST else set())
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
@@ -81,7 +84,7 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     for item in items:
         if "gpu" in item.keywords:
             continue
-        if "wide" in item.keywords and len(items) > 1:
+        if len(items) > 1 and ("wide" in item.keywords or not _is_daily(item)):
             left_out.add(item)
         elif hasattr(item, "callspec"):
             grids[item.nodeid.partition("[")[0]][item.nodeid] = item
@@ -94,13 +97,39 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
+def _is_daily(item: pytest.Item) -> bool:
+    """Without the mark, all cases are. A word means one part of the id, or several in their order: ``forward-1``."""
+    words = _daily_words(item)
+    return not words or any(_has(item, word) for word in words)
+
+
+def _daily_words(item: pytest.Item) -> list[str]:
+    return [word for mark in item.iter_markers("daily") for word in mark.args]
+
+
+def _has(item: pytest.Item, word: str) -> bool:
+    return f"-{word}-" in f"-{item.callspec.id}-"  # type: ignore[attr-defined]
+
+
+def _check_daily(items: list[pytest.Item]) -> None:
+    """A word that no case has is a mistake: what it meant would run on no day."""
+    found: defaultdict[tuple[str, str], bool] = defaultdict(bool)
+    for item in items:
+        for word in _daily_words(item):
+            found[item.nodeid.partition("[")[0], word] |= _has(item, word)
+    for (test, word), is_there in found.items():
+        if not is_there:
+            raise pytest.UsageError(f"{test}: no case has {word!r}, which @pytest.mark.daily names")
+
+
 def _twins(cases: Mapping[str, pytest.Item]) -> list[str]:
     """All but one of the cases that differ in the kind of a session alone. A test's name decides which one it gets, and
     the tests of a file together have every kind."""
     first: dict[frozenset[Hashable], str] = {}
     for name in sorted(cases, key=lambda name: zlib.crc32(name.encode())):
         first.setdefault(frozenset(value for value in _values_of(cases[name]) if value[0] not in KINDS), name)
-    return [name for name in cases if name not in first.values()]
+    kept = set(first.values())
+    return [name for name in cases if name not in kept]
 
 
 def _not_fast(items: list[pytest.Item]) -> set[pytest.Item]:

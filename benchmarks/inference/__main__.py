@@ -72,10 +72,9 @@ def _all(options: argparse.Namespace) -> int:
             print(f"{case} ...", end=" ", file=sys.stderr, flush=True)
             results[case] = _run(case, Path(folder) / f"{case}.json", log, options)
             print(results[case].get("failed", "done"), file=sys.stderr, flush=True)
-    text = _text(results, options)
-    print(text)
-    if options.out is not None:
-        options.out.with_suffix(".md").write_text(text)
+            _write(results, options, "")  # a run that is cut short leaves what it has
+    _write(results, options, machine())
+    print(_text(results, options, machine()))
     return int(any("failed" in result for result in results.values()))
 
 
@@ -102,9 +101,15 @@ def _run(case: str, file: Path, log: Path, options: argparse.Namespace) -> dict[
     return {"failed": late or why_it_ended(code, log)}
 
 
-def _text(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
+def _write(results: dict[str, dict[str, Any]], options: argparse.Namespace, where: str) -> None:
+    if options.out is not None:
+        options.out.with_suffix(".md").write_text(_text(results, options, where))
+
+
+def _text(results: dict[str, dict[str, Any]], options: argparse.Namespace, where: str) -> str:
+    """``where``: the machine, once no case runs any more."""
     about = {
-        "machine": machine(),
+        "machine": where,
         "commit": options.commit or commit(),
         "command": " ".join(["benchmarks.inference", *sys.argv[1:]]),
     }

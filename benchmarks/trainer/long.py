@@ -38,7 +38,7 @@ def main() -> int:
     if options.one is not None:
         print(json.dumps(_measured(options.one, options)))
         return 0
-    rows = []
+    rows: list[dict[str, Any]] = []
     for method in options.methods:
         command = [sys.executable, "-m", "benchmarks.trainer.long", "--one", method]
         for name in ("model", "sequence", "vram", "warm", "steps"):
@@ -52,15 +52,24 @@ def main() -> int:
             steps = [line for line in said.splitlines() if line.endswith(" s")]
             rows.append({"method": method, "step s": f"FAILED: not over after {options.limit:g} s; steps {steps}"})
         print(f"{method}: {rows[-1]['step s']}", file=sys.stderr, flush=True)
+        _write(rows, options, "")  # a run that is cut short leaves what it has
+    _write(rows, options, machine())
+    print(_text(rows, options, machine()))
+    return int(any(str(row["step s"]).startswith("FAILED") for row in rows))
+
+
+def _text(rows: list[dict[str, Any]], options: argparse.Namespace, where: str) -> str:
+    """``where``: the machine, once no case runs any more."""
     lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
     lines += [f"| {' | '.join(str(row.get(column, '')) for column in _COLUMNS)} |" for row in rows]
-    about = f"{machine()}  \ncommit: {options.commit or commit()}  \ncommand: benchmarks.trainer.long "
-    text = f"# One long sequence\n\n{about}{' '.join(sys.argv[1:])}\n\n" + "\n".join(lines) + "\n"
-    print(text)
+    about = f"{where}  \ncommit: {options.commit or commit()}  \ncommand: benchmarks.trainer.long "
+    return f"# One long sequence\n\n{about}{' '.join(sys.argv[1:])}\n\n" + "\n".join(lines) + "\n"
+
+
+def _write(rows: list[dict[str, Any]], options: argparse.Namespace, where: str) -> None:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".md").write_text(text)
-    return int(any(str(row["step s"]).startswith("FAILED") for row in rows))
+        options.out.with_suffix(".md").write_text(_text(rows, options, where))
 
 
 def _last_json(said: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +61,27 @@ def main() -> int:
         return _measure(options)
     rows: list[dict[str, Any]] = []
     for model in options.models:
-        rows += _rows(model, options)
-        text = _text(rows, options)
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.with_suffix(".md").write_text(text)
-            options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1))
-    print(text)
+        for row in _rows(model, options):
+            rows.append(row)
+            _write(rows, options, "")  # a run that is cut short leaves what it has
+    _write(rows, options, machine())
+    print(_text(rows, options, machine()))
     return int(any(row.get("auto s", "").startswith("FAILED") for row in rows))
 
 
-def _rows(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _write(rows: list[dict[str, Any]], options: argparse.Namespace, where: str) -> None:
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".md").write_text(_text(rows, options, where))
+        options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1))
+
+
+def _rows(model: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-u", "-m", "benchmarks.trainer.paired", "--one", model]
     for name in ("shapes", "vram", "warm", "steps", "rounds"):
         value = getattr(options, name)
         command += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-    rows = []
+    found = 0
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
         ended = threading.Timer(options.limit, process.kill)
@@ -83,23 +89,25 @@ def _rows(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith('{"model"'):
-                rows.append(json.loads(line))
-                said = (rows[-1].get(name, "") for name in ("model", "tokens", "vram", *_COLUMNS[3:9], "busy"))
+                row = json.loads(line)
+                said = (row.get(name, "") for name in ("model", "tokens", "vram", *_COLUMNS[3:9], "busy"))
                 print(*said, file=sys.stderr, flush=True)
+                found += 1
+                yield row
         code = process.wait()
         ended.cancel()
         log.seek(0)
         words = log.read().strip().splitlines()[-1:]
-    for shape, vram in list(itertools.product(options.shapes, options.vram))[len(rows) :]:
+    for shape, vram in list(itertools.product(options.shapes, options.vram))[found:]:
         why = f"not over after {options.limit:g} s" if code < 0 else f"ended with status {code}: {words}"
-        rows.append({"model": model, "tokens": shape, "vram": vram, "auto s": f"FAILED: {why}".replace("|", "/")})
-    return rows
+        yield {"model": model, "tokens": shape, "vram": vram, "auto s": f"FAILED: {why}".replace("|", "/")}
 
 
-def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
+def _text(rows: list[dict[str, Any]], options: argparse.Namespace, where: str) -> str:
+    """``where``: the machine, once no case runs any more."""
     lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
     lines += [f"| {' | '.join(str(row.get(column, '')) for column in _COLUMNS)} |" for row in rows]
-    about = f"{machine()}  \ncommit: {options.commit or commit()}  \ncommand: benchmarks.trainer.paired "
+    about = f"{where}  \ncommit: {options.commit or commit()}  \ncommand: benchmarks.trainer.paired "
     return f"# Through Trainer, in pairs\n\n{about}{' '.join(sys.argv[1:])}\n\n" + "\n".join(lines) + "\n"
 
 

@@ -40,6 +40,7 @@ SIZES = {
     "tiny": Size(width=256, layers=4, heads=4, kv_heads=2, mlp=512, vocabulary=1024, sequence=128),
     "3b": Size(width=3072, layers=28, heads=24, kv_heads=8, mlp=8192),
     "7b": Size(width=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
+    "11b": Size(width=5120, layers=40, heads=40, kv_heads=8, mlp=13824),
 }
 
 

@@ -73,7 +73,7 @@ def budget(case: str, options: argparse.Namespace) -> str:
 
 
 def _all(cases: list[str], options: argparse.Namespace) -> int:
-    rows = []
+    rows: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(prefix="vocabulary-") as folder:
         log = options.out.with_suffix(".log") if options.out else Path(folder) / "log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -84,18 +84,27 @@ def _all(cases: list[str], options: argparse.Namespace) -> int:
             found = _run(case, Path(folder) / f"{case.replace(':', '-')}.json", log, options)
             print(found.get("failed", f"{time.monotonic() - began_s:.0f} s"), file=sys.stderr, flush=True)
             rows.append(_row(case, found, options))
+            _write(rows, options, "")  # a run that is cut short leaves what it has
+    _write(rows, options, machine())
+    print(_text(rows, options, machine()))
+    return int(any("FAILED" in cell for row in rows for cell in row.values()))
+
+
+def _write(rows: list[dict[str, str]], options: argparse.Namespace, where: str) -> None:
+    if options.out is not None:
+        options.out.with_suffix(".md").write_text(_text(rows, options, where))
+
+
+def _text(rows: list[dict[str, str]], options: argparse.Namespace, where: str) -> str:
+    """``where``: the machine, once no case runs any more."""
     about = {
-        "machine": machine(),
+        "machine": where,
         "commit": options.commit or commit(),
         "command": " ".join(["benchmarks.vocabulary", *sys.argv[1:]]),
     }
     lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
     lines += [f"| {' | '.join(row.get(column, '') for column in _COLUMNS)} |" for row in rows]
-    text = "\n".join(f"{key}: {value}  " for key, value in about.items()) + "\n\n" + "\n".join(lines) + "\n"
-    print(text)
-    if options.out is not None:
-        options.out.with_suffix(".md").write_text(text)
-    return int(any("FAILED" in cell for row in rows for cell in row.values()))
+    return "\n".join(f"{key}: {value}  " for key, value in about.items()) + "\n\n" + "\n".join(lines) + "\n"
 
 
 def _run(case: str, file: Path, log: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -143,6 +143,7 @@ def test_training_within_a_budget_is_searched(tmp_path: Path) -> None:
     assert storm["in_bytes"] > 2 * workload.SIZES["tiny"].parameters
 
 
+@pytest.mark.wide
 def test_a_peer_without_its_packages_is_a_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STORM_PEERS", str(tmp_path / "nothing"))
     done = activations("budget", "--methods", "ramtorch", "--out", str(tmp_path))

@@ -54,6 +54,7 @@ def test_a_model_without_its_package_is_a_result(tmp_path: Path, monkeypatch: py
     assert "FAILED: ModuleNotFoundError: diffusers" in row or "100%" in row  # or it is installed here
 
 
+@pytest.mark.wide
 def test_a_case_out_of_time_is_a_result(tmp_path: Path) -> None:
     done = models("llama-2b", "--methods", "fsdp2", "--tiny", "--limit", "0.1", "--out", str(tmp_path / "t"))
     assert done.returncode == 0, "a peer that fails is a result"

@@ -47,6 +47,7 @@ def test_storm_trains_to_the_loss_of_resident_and_it_is_written_down(tmp_path: P
     assert "| resident | tiny | 1 |" in done.stdout
 
 
+@pytest.mark.wide
 def test_a_case_out_of_time_is_a_result(tmp_path: Path) -> None:
     done = training("fsdp2", *TINY, "--limit", "0.1", "--out", str(tmp_path / "result"))
     assert done.returncode == 0, "a peer that fails is a result"

@@ -22,6 +22,7 @@ from stormtorch.core.tags import Tag, Tier
 
 from ..forkserver import run as run_process
 from ..keyboard import Keyboard
+from ..thinning import daily
 from .made import Run
 
 OURS = (
@@ -55,7 +56,7 @@ def test_ctrl_c_at_every_line_of_a_save(tmp_path: Path, wait: bool) -> None:
         assert unfinished(tmp_path) == [], keyboard.where
         assert complete(tmp_path / "good")
         assert run.session.ledger.used_bytes(Tier.HOST, Tag.CHECKPOINT) == 0
-        at += 3 if wait else 1
+        at += daily(8, 3) if wait else daily(3, 1)
     assert at > 100
     assert missed == 0
     run.step()
@@ -72,7 +73,7 @@ def test_ctrl_c_at_every_line_of_what_a_step_does_for_a_save(tmp_path: Path, mon
     run.session.save(tmp_path / "first")
     expected = (tmp_path / "expected" / "storm" / "optimizer.safetensors").read_bytes()
     still = run.session._saver._durable.still
-    for at in range(1, 400, 2):
+    for at in range(1, 400, daily(5, 2)):
         go = threading.Event()
 
         def write(fd: int, view: memoryview, offset: int, go: threading.Event = go) -> int:

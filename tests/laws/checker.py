@@ -196,6 +196,18 @@ class Checker:
             if job.written is not None:
                 self.set_flag(job.written.address, job.written.value, self.clocks.point(file))
 
+    def read(self, target: torch.Tensor, ready: FlagValue | None, done: FlagValue | None) -> None:
+        """Note a read of a file, by a thread of a worker."""
+        with self._lock:
+            self._jobs += 1
+            actor = f"read {self._jobs}"
+            self.clocks.ask(actor)
+            if ready is not None:
+                self.see_flag(actor, ready.address, ready.value)
+            self.use(actor, target, "from a file", writes=True)
+            if done is not None:
+                self.set_flag(done.address, done.value, self.clocks.point(actor))
+
     def update(self, tensors: AdamTensors) -> None:
         """Note an update by the calling thread, on the device or at home."""
         self.operate("in an update", *_of(tensors))

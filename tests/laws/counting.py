@@ -24,22 +24,24 @@ class Counting(TorchDispatchMode):
         self._lost_part = lost_part
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._peak = 0
+        self._at_most = 0  # what lives, and what has gone since we looked last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(tensor)._cdata for tensor in _tensors([args, kwargs])}
         result = func(*args, **(kwargs or {}))
-        known = len(self._alive)
-        for tensor in _tensors([result]):
-            storage = _storage(tensor)
-            if storage._cdata not in given:
-                self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        if len(self._alive) > known:  # or there is no more than there was
+        for storage in [_storage(tensor) for tensor in _tensors([result])]:
+            if storage._cdata in self._alive:
+                continue
+            if all(storage._cdata != _storage(tensor)._cdata for tensor in _tensors([args, kwargs])):
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._at_most += storage.nbytes()
+        if self._at_most > self._peak:  # asking every storage takes longer than most operations
             self._peak = max(self._peak, self.allocated())
         return result
 
     def allocated(self) -> int:
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        return sum(size for _, size in self._alive.values())
+        self._at_most = sum(size for _, size in self._alive.values())
+        return self._at_most
 
     def peak(self) -> int:
         return self._peak

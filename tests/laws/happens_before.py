@@ -115,7 +115,8 @@ def _check_lanes(patch: pytest.MonkeyPatch, checker: Checker) -> None:
         load, store, compute, aside = (
             CheckedLane(checker, lane) for lane in (lanes.load, lanes.store, lanes.compute, lanes.aside)
         )
-        return Lanes(lanes.device, load, store, compute, aside, lanes.ring)
+        files = None if lanes.files is None else CheckedLane(checker, lanes.files)
+        return Lanes(lanes.device, load, store, compute, aside, lanes.ring, files)
 
     patch.setattr("stormtorch.session.resources.open_lanes", opened)
     patch.setattr("stormtorch.session.offload.open_lanes", opened)
@@ -190,7 +191,10 @@ def _check_updates(patch: pytest.MonkeyPatch, checker: Checker) -> None:
     run = FileWorker.run
 
     def checked_run(worker: FileWorker, job: FileJob) -> int:
-        checker.file_job(job)
+        if job.target is not None:
+            checker.read(job.target, job.ready, job.done)
+        else:
+            checker.file_job(job)
         return run(worker, job)
 
     copy = Worker.copy

@@ -213,6 +213,7 @@ def test_peak_is_within_vram_of_a_device_that_we_count(
 
 @pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("mode", ["auto", "recompute"])
+@pytest.mark.daily("auto-1", "recompute-2")
 def test_peak_is_within_vram_of_a_device_that_is_far_behind(
     mode: str, streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +234,7 @@ def test_peak_is_within_vram_of_a_device_that_is_far_behind(
 
 
 @pytest.mark.parametrize("share", [3.5, 7.0])
+@pytest.mark.daily("3.5")
 def test_before_there_is_a_plan_auto_takes_what_recompute_takes(share: float) -> None:
     """Room for some blocks is no reason to keep these: the pool grows by the peak of the first steps, and would be
     smaller for good."""
@@ -262,6 +264,7 @@ def test_before_there_is_a_plan_auto_takes_what_recompute_takes(share: float) ->
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.wide), 2])
 @pytest.mark.parametrize("vocabulary", [64, 2048])
+@pytest.mark.daily("2048")
 def test_beside_checkpoints_of_the_users_own(vocabulary: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What those save may leave, never cost more."""
     monkeypatch.setattr(offload, "link_rates", lambda _totals: (2e8, 2e8))
@@ -390,6 +393,7 @@ class _Loose(nn.Module):
 
 
 @pytest.mark.parametrize(("block", "vocabulary"), [(Halves, 0), (Layer, 2048)], ids=["halves", "vocabulary"])
+@pytest.mark.daily("halves")
 def test_inputs_that_grow_when_all_is_settled(
     block: Callable[[int], nn.Module], vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

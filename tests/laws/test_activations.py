@@ -25,6 +25,7 @@ from stormtorch.streams.activations.plans.plan import KEEP, RECOMPUTE_FROM_RAM, 
 from stormtorch.streams.bridge.torch_private import StorageReference
 from stormtorch.streams.settings import Trial
 
+from ..thinning import daily
 from .models import (
     CHAIN,
     HUGGINGFACE,
@@ -403,7 +404,7 @@ def test_memory_is_flat_over_many_steps() -> None:
     model = net()
     activations = opened(model, "offload", seed=None)
     used = set()
-    for step in range(200):
+    for step in range(daily(60, 200)):
         with activations:
             loss = model(torch.randn(16 + step % 3, 16)).square().mean()
         loss.backward()
@@ -659,6 +660,7 @@ def test_lists_that_blocks_write_into(mode: str, room: int | None) -> None:
 
 
 @pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+@pytest.mark.daily("offload-None", "recompute-0", "auto-0", "auto-100000")
 def test_manners_that_change(mode: str, room: int | None) -> None:
     """Evaluated first, trained later; frozen, then not; switched to eval before backward."""
 
@@ -676,6 +678,7 @@ def test_manners_that_change(mode: str, room: int | None) -> None:
 
 
 @pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+@pytest.mark.daily("offload-None", "recompute-0", "auto-0", "auto-100000")
 def test_an_earlier_graph_runs_again_after_the_next_forward(mode: str, room: int | None) -> None:
     def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
         with context:
@@ -690,6 +693,7 @@ def test_an_earlier_graph_runs_again_after_the_next_forward(mode: str, room: int
 
 
 @pytest.mark.parametrize(("mode", "room"), WAYS[1:], ids=ids[1:])
+@pytest.mark.daily("offload-None", "recompute-0", "auto-0", "auto-100000")
 def test_parameters_that_are_there_for_one_call(mode: str, room: int | None) -> None:
     def run(model: nn.Module, context: contextlib.AbstractContextManager[Any], _step: int) -> Any:
         doubled = {name: parameter * 2 for name, parameter in model.named_parameters()}

@@ -77,6 +77,7 @@ COMBINATIONS = [*(("adamw", way) for way in WAYS), ("sgd-momentum", "bf16"), ("s
 
 
 @pytest.mark.parametrize(("maker", "way"), [*COMBINATIONS, ("lbfgs", "serial")])
+@pytest.mark.daily("backward", "delays", "sgd-momentum-bf16", "lbfgs")
 def test_the_file_is_of_the_moment_of_save(tmp_path: Path, brake: Brake, maker: str, way: str) -> None:
     """Nothing is written until three more steps were taken; RAM has room for the copies."""
     of_the_moment(tmp_path, brake, maker, way, "cpu")

@@ -17,6 +17,7 @@ from stormtorch.checkpoint.content import parts
 from stormtorch.core.errors import WrongModel
 from stormtorch.session.api import Session
 
+from ..thinning import daily
 from .models import (
     CHAIN,
     MAX_NORM,
@@ -120,24 +121,27 @@ class Run:
         assert self.session.load(path, also={"scheduler": self.scheduler}) == {"note": {"epoch": 3}}
 
 
+END = daily(6, 7)
+
+
 def resumes(
     tmp_path: Path, case: Case, maker: str, *, there: dict[str, Any] | None = None, wait: bool = True, **settings: Any
 ) -> None:
-    """Seven steps, and four with three more in another session, which is placed ``there``."""
+    """Steps up to ``END``, and four with the rest in another session, which is placed ``there``."""
     random.seed(5)
     np.random.seed(5)
     straight = Run(case, maker, **settings)
     straight.losses(0, 4)
     straight.save(tmp_path / "four", wait=wait)
-    expected = straight.losses(4, 7)
+    expected = straight.losses(4, END)
     everything = straight.everything()
     straight.session.close()
     random.seed(77)
     np.random.seed(77)
     resumed = Run(case, maker, **{**settings, **(there or {})})
-    resumed.losses(0, 2)  # what it did before must not matter
+    resumed.losses(0, daily(1, 2))  # what it did before must not matter
     resumed.load(tmp_path / "four")
-    same(resumed.losses(4, 7), expected, "losses")
+    same(resumed.losses(4, END), expected, "losses")
     same(resumed.everything(), everything, "everything")
     resumed.session.close()
 
@@ -159,6 +163,7 @@ def test_every_optimizer(tmp_path: Path, maker: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.daily("adamw-torch.bfloat16", "sgd-momentum-torch.bfloat16", "adafactor", "adamw-torch.float16")
 def test_masters(tmp_path: Path, maker: str, dtype: torch.dtype) -> None:
     """Kept as remainders beside bf16, whole beside fp16 and wherever torch's own step runs."""
     resumes(tmp_path, CHAIN, maker, dtype=dtype)
@@ -188,6 +193,9 @@ SCALED = Case("scaled", Scaled, CHAIN.batch, CHAIN.loss)
     ],
     ids=str,
 )
+@pytest.mark.daily(
+    "adamw-torch.float32", "amsgrad-torch.bfloat16", "adafactor-torch.float16", "sgd-momentum-torch.bfloat16"
+)
 def test_a_parameter_that_is_one_number(tmp_path: Path, maker: str, dtype: torch.dtype) -> None:
     """Its moments are numbers too, but not of those that lie beside the files."""
     resumes(tmp_path, SCALED, maker, dtype=dtype)
@@ -198,6 +206,7 @@ def test_a_parameter_that_is_one_number(tmp_path: Path, maker: str, dtype: torch
     [("adamw", torch.float32), ("adam", torch.bfloat16), ("adamw", torch.float16), ("sgd-momentum", torch.bfloat16)],
     ids=str,
 )
+@pytest.mark.daily("adamw-torch.float32", "sgd-momentum")
 def test_a_parameter_that_is_one_number_beside_the_files(
     tmp_path: Path, maker: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +218,7 @@ def test_a_parameter_that_is_one_number_beside_the_files(
 
 
 @pytest.mark.parametrize("maker", ["adamw", "amsgrad", "adafactor", "sgd"])
+@pytest.mark.daily("adamw", "sgd")
 def test_a_master_of_what_is_left_on_the_device_is_refused(tmp_path: Path, maker: str) -> None:
     """torch's own step would fail with the states that belong to one; nothing is changed."""
     run = Run(CHAIN, maker, dtype=torch.bfloat16)
@@ -254,6 +264,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("here", "there"), [*pairwise([*PLACES, "tight"]), ("kept", "backward"), ("left", "left")])
+@pytest.mark.daily("tight-serial", "backward-kept", "some kept-roomy", "delays-left", "left-left")
 def test_saved_in_one_placement_loaded_in_another(tmp_path: Path, here: str, there: str) -> None:
     settings = {"step": "forward", "kept": 0, "seed": None, "vram": "tight", "leave": []}
     resumes(

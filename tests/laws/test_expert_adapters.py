@@ -12,6 +12,7 @@ import torch
 from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings, Trial
 
+from ..thinning import daily
 from .models import adamw, jitter, one_thread, sgd  # noqa: F401  # one is a fixture
 
 transformers = pytest.importorskip("transformers")
@@ -60,7 +61,7 @@ def optimizer_of(model: Any, device: torch.device) -> torch.optim.Optimizer:
     return adamw(model) if device.type == "cpu" else sgd(model)
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, device: torch.device, steps: int = 4) -> list[Any]:
+def train(model: Any, optimizer: torch.optim.Optimizer, device: torch.device, steps: int = daily(3, 4)) -> list[Any]:
     """Losses, norms and, in between, what the model says without gradients."""
     kind, limit = (2.0, 0.02) if device.type == "cpu" else (math.inf, 0.005)  # a GPU adds in another order
     seen: list[Any] = []

@@ -18,6 +18,7 @@ from stormtorch.core.errors import StormError
 from stormtorch.streams.bridge.torch_private import FUNCTION_BASE
 from stormtorch.streams.home.parameter import HomeParameter
 
+from ..thinning import daily
 from .models import (
     CHAIN,
     VOCABULARY,
@@ -146,11 +147,11 @@ def check(made: Case, *, device: str = "cpu", step: str = "forward", kept: int =
             pair.both(lambda side: side.loss(3), "without gradients")
         with torch.inference_mode():
             pair.both(lambda side: side.loss(3), "in inference mode")
-        pair.steps(2, start=3)
+        pair.steps(daily(1, 2), start=3)
         pair.session.close()
         pair.check(grads=step != "backward")
         pair.streamed.model.to(device)  # it was left in RAM
-        pair.steps(2, start=5)
+        pair.steps(daily(1, 2), start=5)
         pair.check()
 
 

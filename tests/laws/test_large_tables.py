@@ -21,6 +21,7 @@ from stormtorch.streams.gradients.buckets import Buckets
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.units.sizes import homes_for
 
+from ..thinning import daily
 from .models import (
     Case,
     Llama,
@@ -86,7 +87,7 @@ def streamed(
 def test_a_loop_gives_the_numbers_of_plain_pytorch(case: Case, accumulate: int, clip: str) -> None:
     model, twin = case.build(), case.build()
     optimizer, plain = adamw(model), adamw(twin)
-    loop = functools.partial(train, case, steps=4, accumulate=accumulate, clip=clip, look=(1, 2))
+    loop = functools.partial(train, case, steps=daily(3, 4), accumulate=accumulate, clip=clip, look=(1, 2))
     with streamed(model, optimizer) as session:
         assert session.plan.pool.bucket_bytes < TABLE // 4
         history = loop(model, optimizer, session=session)

@@ -15,6 +15,7 @@ from torch import nn
 import stormtorch as storm
 from stormtorch.core.notices import forget_notices
 
+from ..thinning import daily
 from .models import (
     CHAIN,
     MAX_NORM,
@@ -127,7 +128,7 @@ SIBLINGS = (
 )
 def test_five_steps(name: str, step: str) -> None:
     with Pair(CHAIN, lambda model: MAKERS[name](model.parameters()), step=step) as pair:
-        pair.steps(5)
+        pair.steps(daily(3, 5))
         pair.check()
 
 
@@ -139,6 +140,7 @@ KNOWN = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.daily("sgd-nesterov", "adafactor", "adam", "adam-fused", "adamw-amsgrad", "asgd", "radam", "adadelta")
 def test_states_of_small_weights_come_and_go(name: str, dtype: torch.dtype) -> None:
     """Plain steps, streamed ones and plain ones again: states have the dtype of the weights, those of masters fp32."""
     model = CHAIN.build().to(dtype)
@@ -196,9 +198,12 @@ def test_an_optimizer_that_nobody_knows_is_not_run_in_parts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.daily(
+    "sgd-nesterov", "adafactor", "adam", "adam-fused", "adamw-tensor-lr", "adamw-maximize", "rprop", "nadam"
+)
 def test_five_steps_in_backward(name: str) -> None:
     with Pair(CHAIN, lambda model: MAKERS[name](model.parameters()), step="backward") as pair:
-        pair.steps(5)
+        pair.steps(daily(3, 5))
         pair.check(grads=False)
 
 

@@ -335,6 +335,16 @@ def test_any_order_where_all_fits(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("scenario", ONE_BACKWARD, ids=lambda scenario: scenario.__name__)
+@pytest.mark.daily(
+    "skipped",
+    "two_forwards",
+    "no_backward_and_dropped",
+    "nested_checkpoint",
+    "reentrant_checkpoint",
+    "backward_much_later",
+    "inference_mode",
+    "generating",
+)
 def test_any_order_updated_in_backward(scenario: Scenario) -> None:
     play(scenario, torch.device("cpu"), look=False, step="backward")
 

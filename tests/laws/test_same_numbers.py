@@ -18,6 +18,7 @@ from torch.nn import functional
 import stormtorch as storm
 from stormtorch.native.split import split
 
+from ..thinning import daily
 from .models import (
     CHAIN,
     HUGGINGFACE,
@@ -51,7 +52,7 @@ from .models import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once, by a CPU without bf16
-STEPS = 20
+STEPS = daily(10, 20)
 BY_NAME = {case.name: case for case in (LLAMA, RECOMPUTED, ODD, *OTHERS)}
 MODES = [
     *((step, accumulate, clip) for step in ("serial", "forward") for accumulate in (1, 4)
@@ -180,8 +181,8 @@ def test_odd_sizes(step: str, fused: bool | None, exact: bool) -> None:
 @pytest.mark.parametrize(
     ("case", "step", "accumulate", "clip", "backend"),
     [
-        (LLAMA, "forward", 4, "torch", "inductor"),
-        pytest.param(RECOMPUTED, "backward", 1, "off", "aot_eager", marks=pytest.mark.wide),
+        pytest.param(LLAMA, "forward", 4, "torch", "inductor", marks=pytest.mark.wide),
+        (RECOMPUTED, "backward", 1, "off", "aot_eager"),
     ],
     ids=["inductor", "recomputed"],
 )
@@ -568,6 +569,7 @@ def with_masters(
         ("huggingface", "forward", 1, "off"),
     ],
 )
+@pytest.mark.daily("llama-serial", "llama-forward-3", "llama-recomputed-backward", "moe", "lora")
 def test_bf16_keeps_fp32_masters(device: torch.device, name: str, step: str, accumulate: int, clip: str) -> None:
     case, steps = BY_NAME[name], 7 if accumulate == 1 else 3
     model = case.build(torch.bfloat16)

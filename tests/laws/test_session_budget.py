@@ -20,6 +20,7 @@ from stormtorch.streams.activations.plans import profiles
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.units import placement
 
+from ..thinning import daily
 from .counting import Counting
 from .models import one_thread  # noqa: F401  # a fixture
 from .test_activation_budget import Layer, Net
@@ -85,7 +86,7 @@ def test_what_checkpointing_needs_is_enough(vocabulary: int, rate: float, small_
     small_scale(rate)
     peaks, expected, _ = train(vocabulary, 16 * MiB, mode="keep", step="forward", checkpointed=True)
     limit = round(max(peaks) * 1.05)
-    for mode, step in (("auto", "forward"), ("auto", "backward"), ("recompute", "forward")):
+    for mode, step in [("auto", "forward"), ("auto", "backward"), ("recompute", "forward")][: daily(2, 3)]:
         peaks, losses, reason = train(vocabulary, limit, mode=mode, step=step)
         shown = ", ".join(f"{peak / limit:.3f}" for peak in peaks)
         assert max(peaks) <= limit * 1.01, f"{mode}, {step}: {shown} of {limit / MiB:.2f} MiB; {reason}"
@@ -93,6 +94,7 @@ def test_what_checkpointing_needs_is_enough(vocabulary: int, rate: float, small_
 
 
 @pytest.mark.parametrize("limit_mib", [56, 60])
+@pytest.mark.daily("56")
 def test_what_is_taken_between_two_steps(limit_mib: int, small_scale: Callable[[float], None]) -> None:
     """The pool grows after the second step, and then a loop loads its next batch, and the peak is a little higher than
     the pool. The blocks of the third pass must not be given the bytes that the pool has taken."""

@@ -151,6 +151,7 @@ def same_as_undisturbed(loop: Loop, way: dict[str, Any]) -> Loop:
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.daily("forward", "backward", "recompute", "offload")
 def test_a_handler_that_reads_weights(way: str, device: str) -> None:
     loop = Loop(WAYS[way], device)
     seen: list[tuple[int, bytes]] = []
@@ -546,6 +547,7 @@ def handler_at_lines(handler: Callable[[], None], *, every: int) -> Iterator[Eve
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.daily("forward", "backward", "recompute", "offload")
 def test_a_handler_at_every_line_of_a_step(way: str) -> None:
     loop = Loop(WAYS[way], blocks=4)
     with handler_at_lines(lambda: look_at_everything(loop), every=READS_EVERY) as trace:

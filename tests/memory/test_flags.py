@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormtorch.core.errors import LaneError
+from stormtorch.core.errors import LaneError, StorageError
 from stormtorch.core.tags import Tag
 from stormtorch.memory.books.ledger import Ledger
 from stormtorch.memory.host.pinning import page_lock_for
@@ -94,6 +94,17 @@ def test_an_abort_beside_a_watch_has_its_own_error(ledger: Ledger, monkeypatch: 
     monkeypatch.setattr(Flag, "read", aborted_meanwhile)
     with pytest.raises(LaneError, match="a lane has failed"):
         flags.raise_if_aborted()
+    flags.close()
+
+
+def test_a_board_that_a_native_thread_aborts_says_why(ledger: Ledger) -> None:
+    flags = Flags(1, ledger=ledger, device=torch.device("cpu"))
+    flags.watch(lambda: None)  # of a worker that did not do it
+    flags.watch(lambda: StorageError("the disk is gone"))
+    flags.raise_if_aborted()
+    flags.aborted.at(1).write()
+    with pytest.raises(StorageError, match="the disk is gone"):
+        flags[0].set(1)
     flags.close()
 
 

@@ -51,6 +51,9 @@ class CopyingHome:
         for part in states.parts:
             self.lane.fill(part, 0xFF)
 
+    def stored_tensor(self, place: Place, name: str) -> None:
+        """Its states are not in a file."""
+
     def shown(self, place: Place) -> dict[str, torch.Tensor]:
         self.refresh(place.unit)
         return self._shown[place.unit.index].of(place)

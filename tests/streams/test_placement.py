@@ -232,7 +232,7 @@ def test_the_ram_that_an_error_names_is_enough() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(OutOfBudget) as caught:
         storm.stream(model, optimizer, ram="100KiB", device="cpu", activations="keep")
-    advised = re.search(r"Raise it to at least (\d+KiB), or train an adapter", caught.value.remedy)
+    advised = re.search(r"Raise it to at least (\d+KiB), or give disk= a directory", caught.value.remedy)
     assert advised is not None
     storm.stream(model, optimizer, ram=advised[1], device="cpu", activations="keep").close()
 

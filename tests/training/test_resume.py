@@ -198,6 +198,7 @@ def test_other_numbers_are_refused_one_line_each(tmp_path: Path) -> None:
     ],
     ids=["cosine", "constant", "sgd"],
 )
+@pytest.mark.daily("cosine", "sgd")
 def test_a_finished_run_can_be_given_more_steps(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Weights, states and data go on; the learning rate is the schedule's for the new number of steps."""
     short = settings(tmp_path, model=str(write_model(tmp_path / "model", attention_dropout=0.1)), steps=4, **changes)

@@ -70,6 +70,7 @@ def roots_are_exact() -> bool:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("budget", ["auto", "200KiB"])
+@pytest.mark.daily("auto-1", "200KiB-3")
 def test_losses_and_weights_equal_a_plain_loop(tmp_path: Path, accumulate: int, budget: str) -> None:
     chosen = settings(tmp_path, schedule="constant", warmup=2, accumulate=accumulate, weight_decay=0.1, vram=budget)
     assert run(chosen) == 0

@@ -52,16 +52,19 @@ class Limit(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class DiskUse(Choice):
-    """Optimizer states on disk. ``ram_bytes``: RAM through which they pass."""
+    """Optimizer states on disk, and frozen weights that remain in the model's own files. ``ram_bytes``: RAM through
+    which both pass. ``limit_bytes``: of the states."""
 
     limit_bytes: int
     states_bytes: int
     ram_bytes: int
+    weights_bytes: int = 0
 
     def __str__(self) -> str:
+        weights = f", {format_bytes(self.weights_bytes)} of frozen weights in their files" if self.weights_bytes else ""
         return (
-            f"{format_bytes(self.states_bytes)} of optimizer states, through {format_bytes(self.ram_bytes)} of RAM; at "
-            f"most {format_bytes(self.limit_bytes)}: {self._because()}"
+            f"{format_bytes(self.states_bytes)} of optimizer states{weights}, through {format_bytes(self.ram_bytes)} "
+            f"of RAM; at most {format_bytes(self.limit_bytes)}: {self._because()}"
         )
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from ..core.events import What
 from ..core.plan import Plan
 from ..core.sizes import format_bytes
-from ..core.tags import Tier
+from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Balance, Ledger
 from .recorder import Mark, Totals
 
+_INWARDS = ("load", "files", "aside")  # lanes towards the device
 _NOTABLE = 0.05  # of the time
 
 
@@ -60,8 +61,8 @@ class DiskTraffic:
     def __str__(self) -> str:
         return (
             f"read {format_bytes(int(self.read_bytes))}, written {format_bytes(int(self.written_bytes))} per step, "
-            f"busy {self.busy_s:.4f} s, {self.hidden:.0%} of it hidden; "
-            f"{self.written_bytes / 1e9:.3g} TB written per 1,000 steps"
+            f"busy {self.busy_s:.4f} s, {self.hidden:.0%} of it hidden"
+            + (f"; {self.written_bytes / 1e9:.3g} TB written per 1,000 steps" if self.written_bytes else "")
         )
 
 
@@ -143,11 +144,11 @@ def make_report(
     waits = {cause: seconds / steps for cause, seconds in totals.waits_s.items()}
     limits = {
         "compute": max(0.0, (step_s or 0.0) - sum(waits.values())),  # its time without waits
-        "in": sum(seconds for (name, _), seconds in totals.busy_s.items() if name in ("load", "aside")) / steps,
+        "in": sum(seconds for (name, _), seconds in totals.busy_s.items() if name in _INWARDS) / steps,
         "out": sum(seconds for (name, _), seconds in totals.busy_s.items() if name == "store") / steps,
         "cpu": totals.seconds.get(What.UPDATE, 0.0) / steps,
     }
-    disk = _disk_traffic(totals, steps, waits.get("updates", 0.0))
+    disk = _disk_traffic(totals, steps, waits)
     if disk is not None:
         limits["disk"] = disk.busy_s
     gpu = gpu_time(list(totals.marks)[1:])  # the first step is cold
@@ -167,7 +168,7 @@ def make_report(
         units=len(plan.units),
         loads=totals.times.get(What.LOAD, 0),
         misses=totals.times.get(What.MISS, 0),
-        bytes_in_per_step=_per_step(totals, steps, "load", "aside"),
+        bytes_in_per_step=_per_step(totals, steps, *_INWARDS),
         bytes_out_per_step=_per_step(totals, steps, "store"),
         waits_s_per_step=waits,
         limits_s=limits,
@@ -182,11 +183,13 @@ def make_report(
     )
 
 
-def _disk_traffic(totals: Totals, steps: int, exposed_s: float) -> DiskTraffic | None:
+def _disk_traffic(totals: Totals, steps: int, waits: dict[str, float]) -> DiskTraffic | None:
     read, written = (sum(_per_step(totals, steps, what.value).values()) for what in (What.READ, What.WRITE))
     busy_s = sum(seconds for (name, _), seconds in totals.busy_s.items() if name == What.READ.value) / steps
     if not read and not written:
         return None
+    causes = ["updates", *(["weights"] if (What.READ.value, Tag.PARAMETERS) in totals.bytes else [])]
+    exposed_s = sum(waits.get(cause, 0.0) for cause in causes)
     return DiskTraffic(read_bytes=read, written_bytes=written, busy_s=busy_s, exposed_s=exposed_s)
 
 

@@ -7,7 +7,8 @@ call. A cache of keys and values grows with every token: units give their blocks
 call with larger inputs than any so far, or with gradients, gets the initial pool.
 
 Which units are resident: first those of unusual size (embedding, head), so that those that pass are alike and fill the
-window without gaps; then blocks spread evenly over the order of use, so that the link has work all the time."""
+window without gaps; then blocks spread evenly over the order of use, so that the link has work all the time. Of these
+come first those that are read from files."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Inference:
         self._residency.borrowers.append(self)
         self._entries = [[unit.index for unit in entry.units] for entry in partition.entries]
         self._sizes = [round_up(unit.image_bytes, GRAIN) for unit in partition.units]
-        self._wanted = _by_worth(self._sizes)
+        self._wanted = _by_worth(self._sizes, [unit.image_bytes - unit.home_bytes for unit in partition.units])
         by_rows = any(unit.row_bytes for unit in partition.units)
         self._passing = "the others are loaded in every call" + (", of experts those that it needs" if by_rows else "")
         self._is_active = sum(self._sizes) > self._initial_bytes
@@ -288,13 +289,14 @@ class Inference:
         )
 
 
-def _by_worth(sizes: Sequence[int]) -> list[int]:
-    """All units, in the order in which they should become resident."""
+def _by_worth(sizes: Sequence[int], file_bytes: Sequence[int]) -> list[int]:
+    """All units, in the order in which they should become resident. ``file_bytes``: the part of each that is read from
+    a file in every call, which takes longer than a load from RAM."""
     counts = Counter(sizes)
     usual = max(counts, key=lambda size: (size * counts[size], size), default=0)
     unusual = sorted((index for index, size in enumerate(sizes) if size != usual), key=lambda index: -sizes[index])
     alike = [index for index, size in enumerate(sizes) if size == usual]
-    spread = sorted(range(len(alike)), key=lambda number: number * _GOLDEN % 1)
+    spread = sorted(range(len(alike)), key=lambda number: (not file_bytes[alike[number]], number * _GOLDEN % 1))
     return [*unusual, *(alike[number] for number in spread)]
 
 

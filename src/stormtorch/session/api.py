@@ -117,6 +117,7 @@ class Session:
         """Block until all requested work is done: updates, loads, stores, a save in the background."""
         self._check_open()
         self._parts.schedule.drain()
+        self._parts.schedule.check_reads()
         self._saver.finish()
 
     def save(

@@ -190,7 +190,7 @@ def _open_streams(
         twins=GraphTwins(bytes_for_graph(0, ground.device)),
         enlarge=tuning.enlarge,
     )
-    parameters = ParameterStream(residency, lanes=ground.lanes, sink=ground.recorder, serial=serial)
+    parameters = ParameterStream(residency, lanes=ground.lanes, sink=ground.recorder, serial=serial, files=ground.files)
     memory = _open_memory(ground)
     gradients = GradientStream(
         [GradHome(r.unit, next(flags), ground.lanes, r.gate, memory) for r in residency.residences],

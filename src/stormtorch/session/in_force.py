@@ -34,13 +34,18 @@ def _disk(parts: Parts) -> DiskUse | None:
     budget, on_disk = parts.ground.ledger.budgets.get(Tier.DISK), parts.ground.homes.on_disk
     if budget is None:
         return None
-    few = f"{len(on_disk.layouts)} of {len(parts.ground.units)} units, because RAM has no room for all states"
+    in_files, count = parts.ground.homes.in_files, len(parts.ground.units)
+    why = f"the states of {len(on_disk.layouts)} of {count} units" if on_disk.layouts else ""
+    if in_files.units:
+        why += f"{' and ' if why else ''}frozen weights of {len(in_files.units)}{'' if why else f' of {count} units'}"
+    why = f"{why}, because RAM has no room for all" if why else "RAM has room for all states"
     given = f"{budget.given}: {budget.reason}" if budget.reason else budget.given
     return DiskUse(
         limit_bytes=budget.limit_bytes,
         states_bytes=on_disk.disk_bytes,
-        ram_bytes=on_disk.ram_bytes,
-        reason=f"{few if on_disk.layouts else 'RAM has room for all states'}; {given}",
+        ram_bytes=on_disk.ram_bytes + in_files.ring_bytes,
+        weights_bytes=sum(unit.image_bytes - unit.home_bytes for unit in in_files.units),
+        reason=f"{why}; {given}",
         origin=Origin.PLANNED,
     )
 
@@ -63,7 +68,11 @@ def _units(parts: Parts, *, all_resident: bool) -> tuple[UnitPlan, ...]:
         home = Tier.DISK if index in parts.ground.homes.on_disk.layouts else Tier.HOST
         return UnitPlan(
             name=unit.name,
-            weights=_part(unit.image_bytes, all_resident or index in weights_kept),
+            weights=Part(
+                bytes=unit.image_bytes,
+                home=Tier.HOST if unit.home_bytes == unit.image_bytes else Tier.DISK,
+                resident=all_resident or index in weights_kept,
+            ),
             gradients=_part(memory.home_bytes_of(unit), index in kept) if unit.trained else None,
             states=_part(states, index in kept, home) if unit.trained and updater.keeps_states else None,
         )

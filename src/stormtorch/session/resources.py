@@ -6,7 +6,7 @@ A model that does not fit is refused here, before it is touched. Then its weight
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,16 +15,18 @@ from torch import nn
 
 from ..core.endings import Endings
 from ..core.errors import SettingError
+from ..core.events import Sink
 from ..core.notices import say_once
 from ..core.plan import Division, Placement
-from ..core.sizes import as_setting, parse_bytes
+from ..core.sizes import as_setting, parse_bytes, round_up
 from ..core.tags import Tag, Tier
 from ..memory.books.ledger import Ledger, open_ledger
 from ..memory.books.limits import usable_device
 from ..memory.cuda.allocator import expand_segments
 from ..memory.cuda.device_meter import DeviceMeter, device_meter_for
 from ..memory.cuda.idle_meter import IdleMeter, idle_meter_for
-from ..memory.host.arena import HostArena
+from ..memory.disk.mapped import Span, WeightFile
+from ..memory.host.arena import PAGE, HostArena
 from ..memory.host.pinned import cannot_lock
 from ..memory.host.pinning import PageLock, page_lock_for
 from ..memory.lanes.build import Lanes, open_lanes
@@ -32,6 +34,7 @@ from ..memory.lanes.flags import Flags
 from ..memory.lanes.lane import Lane
 from ..memory.lanes.waits import WaitMeter
 from ..memory.pools.pool import DevicePool
+from ..native.worker.files import open_file_worker
 from ..observe.recorder import Recorder
 from ..streams.bridge import handlers
 from ..streams.home.moving import Moving, ram_of
@@ -39,10 +42,14 @@ from ..streams.optimizer.adam.device_states import kept_bytes
 from ..streams.optimizer.adam.settings import runs_as_adam
 from ..streams.optimizer.torch_step import is_separable
 from ..streams.settings import Settings, Trial
+from ..streams.units.in_files import InFiles, spans_of
 from ..streams.units.partition import Partition, partition
 from ..streams.units.placement import UNITS_IN_BUDGET, Cut, division, place, room_for
 from ..streams.units.sizes import Homes, check_disk, homes_for
-from ..streams.units.unit import Unit
+from ..streams.units.unit import Place, Unit
+from ..streams.weights.from_files import Files
+
+_READING_THREADS = 4  # reads at the same time: more are not faster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,7 @@ class Ground(Outline):
     waits: WaitMeter
     idle: IdleMeter | None  # None: there is no GPU to watch
     poison: Lane | None  # for tests: fills freed device memory with NaN
+    files: Files | None  # that have frozen weights; None: all weights have a home in RAM
 
     @property
     def units(self) -> list[Unit]:
@@ -89,6 +97,8 @@ class Ground(Outline):
         """Tell the recorder what lanes have done and how long compute has waited so far."""
         self.waits.emit()
         self.lanes.emit()
+        if self.files is not None:
+            self.files.emit()
 
     def arena(self, capacity: int | Sequence[int], tag: Tag) -> HostArena:
         """Home memory that lanes can copy; the caller must register its end."""
@@ -120,7 +130,8 @@ def outline(
         returning_bytes=ram_of(model.parameters()),
     )
     limit = ledger.budgets[Tier.DEVICE].limit_bytes
-    cutting = _Cutting(model, settings, by_rows=optimizer is None)
+    spans = spans_of(model.parameters(), trained_too=optimizer is None) if settings.directories else {}
+    cutting = _Cutting(model, settings, by_rows=optimizer is None, spans=spans)
     cut = cutting.cut(limit, ledger.free_bytes(Tier.DEVICE))
     kept = sum(kept_bytes(unit, wide=True) for unit in cut.partition.units[: trial.kept])
     if kept:
@@ -160,6 +171,8 @@ def outline(
         disk_part=trial.disk_part,
     )
     check_disk(homes.on_disk, ledger)
+    for unit in homes.in_files.units:
+        unit.stay_in_files()
     return Outline(
         device=device,
         ledger=ledger,
@@ -192,7 +205,7 @@ def open_ground(
         returning_bytes=moving.held_bytes,
     )
     endings.before_others(arena.close)
-    places = [arena.allocate(unit.image_bytes) for unit in units]
+    places = [arena.allocate(unit.home_bytes) for unit in units]
     images = [arena.at(there) for there in places]
 
     def move(region: int) -> None:
@@ -202,10 +215,17 @@ def open_ground(
 
     arena.fill(move)
     moving.say_what_is_held()
-    lanes = open_lanes(device, home=arena, ledger=ledger, sink=recorder, delay=trial.delay)
+    ring = _open_ring(homes.in_files, ledger, page_lock)
+    if ring is not None:
+        endings.before_others(ring.close)
+    copied = arena if ring is None or not arena.pinned else ring  # one of both that could not be locked, if any
+    lanes = open_lanes(
+        device, home=copied, ledger=ledger, sink=recorder, delay=trial.delay, from_files=ring is not None
+    )
     endings.before_others(lanes.close)
     board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)
     endings.before_others(board.close)
+    files = None if ring is None else _open_files(homes.in_files, ring, board, endings, recorder)
     poison = lanes.store if trial.poison else None
     pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, sink=recorder, poison=poison)
     endings.before_others(pool.close)
@@ -224,8 +244,41 @@ def open_ground(
         waits=WaitMeter(lanes.compute, recorder),
         idle=idle,
         poison=poison,
+        files=files,
     )
     return ground, images
+
+
+def _open_ring(in_files: InFiles, ledger: Ledger, page_lock: PageLock | None) -> HostArena | None:
+    """RAM through which weights come from files; None if all have a home in RAM."""
+    if not in_files.units:
+        return None
+    size = round_up(in_files.ring_bytes, PAGE)
+    return HostArena([size], ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
+
+
+def _open_files(in_files: InFiles, arena: HostArena, board: Flags, endings: Endings, sink: Sink) -> Files:
+    """Open the files that have weights, and the threads that read them."""
+    opened: dict[str, WeightFile] = {}
+
+    def open_file(place: Place) -> WeightFile:
+        assert place.span is not None
+        if place.span.path not in opened:
+            opened[place.span.path] = file = WeightFile(place.span)
+            endings.after_others(file.close)
+        return opened[place.span.path]
+
+    worker = open_file_worker(_READING_THREADS, arena.tensor((0,), torch.uint8))
+    endings.before_others(worker.close)
+    return Files(
+        in_files.units,
+        open_file,
+        ring=arena.tensor((in_files.ring_bytes,), torch.uint8, alignment=PAGE),
+        slot_bytes=in_files.slot_bytes,
+        flags=[board[len(board) - in_files.flags + index] for index in range(in_files.flags)],
+        worker=worker,
+        sink=sink,
+    )
 
 
 @dataclass(frozen=True)
@@ -235,6 +288,7 @@ class _Cutting:
     model: nn.Module
     settings: Settings
     by_rows: bool  # whether fused experts come by rows
+    spans: Mapping[int, Span]  # where files have parameters that may remain there, by id
 
     def parted(self, unit_bytes: int, *, by_rows: bool, small: bool = False) -> Partition:
         given = self.settings
@@ -245,6 +299,7 @@ class _Cutting:
             leave=given.leave,
             small=small,
             by_rows=by_rows,
+            spans=self.spans,
         )
 
     def cut(self, limit_bytes: int, free_bytes: int) -> Cut:

@@ -108,7 +108,8 @@ def _piece(durable: Durable, tensor: torch.Tensor, name: str) -> Piece:
         raise SettingError(
             f"{name!r} cannot be saved: safetensors has no {found.dtype} tensors of layout {found.layout}."
         )
-    return Piece(found, unit, durable.is_frozen(tensor))
+    in_file = durable.in_file(tensor) if found.is_contiguous() else None
+    return Piece(found, unit, durable.is_frozen(tensor), in_file=in_file)
 
 
 def _add(content: Content, shards: Mapping[str, list[str]], pieces: Mapping[str, Piece]) -> None:

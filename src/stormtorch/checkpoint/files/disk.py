@@ -24,11 +24,10 @@ from pathlib import Path
 from ...core.endings import Closing
 from ...core.errors import CheckpointError, StorageError
 from ...core.sizes import MiB, format_bytes
-from ...memory.disk.calls import SystemCalls, storage_error, storage_errors
+from ...memory.disk.calls import SystemCalls, storage_error, storage_errors, write_out
 
 CHUNK = 8 * MiB
 _WINDOW = 32 * MiB
-_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # sync_file_range
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -42,17 +41,6 @@ def _exchange(one: str, other: str) -> None:
         raise OSError(code, os.strerror(code), one)
 
 
-def _write_out(fd: int, offset: int, size: int, wait: bool) -> None:
-    """Make the kernel write a range of a file; ``wait`` until it has. Only `sync` makes the range durable."""
-    library = ctypes.CDLL(None, use_errno=True)
-    if hasattr(library, "sync_file_range"):
-        flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER if wait else _WRITE
-        if library.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(flags)):
-            code = ctypes.get_errno()
-            if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # the kernel reports a disk error only once
-                raise OSError(code, os.strerror(code))
-
-
 def _free(directory: str) -> int:
     usage = shutil.disk_usage(directory)
     return usage.free if usage.total else sys.maxsize  # some FUSE file systems report 0
@@ -63,7 +51,7 @@ class DiskCalls(SystemCalls):
     """The system calls of checkpoints: those of files, and those of folders."""
 
     mkdir: Callable[[str], None] = os.mkdir
-    write_out: Callable[[int, int, int, bool], None] = _write_out
+    write_out: Callable[[int, int, int, bool], None] = write_out
     sync: Callable[[int], None] = os.fsync  # of files and folders
     rename: Callable[[str, str], None] = os.rename
     exchange: Callable[[str, str], None] = _exchange
@@ -186,7 +174,7 @@ class FileReader(Closing):
         except OSError as error:
             raise storage_error(f"open {path}", error) from error
         status = os.fstat(self._fd)
-        self.size = status.st_size
+        self.size, self.inode = status.st_size, status.st_ino
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CheckpointError(f"{path} is not a plain file. Use another folder.")

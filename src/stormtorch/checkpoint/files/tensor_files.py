@@ -7,17 +7,20 @@ moves bytes straight from home memory to the file, and back.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ...core.errors import CheckpointError
+from ...core.errors import CheckpointError, WrongModel
 from ...memory.disk.buffers import bytes_of
+from ...memory.disk.mapped import Span
 from ...memory.disk.safetensors_header import DTYPES, Entry, UnknownDtype, parse_header
 from ...memory.disk.stored import StoredTensor
 from . import disk
@@ -72,13 +75,20 @@ Headers = Mapping[str, Mapping[str, Entry]]  # by file, then by the tensor's nam
 
 
 def reading(
-    folder: Path, headers: Headers, targets: Mapping[str, torch.Tensor | StoredTensor], sums: Mapping[str, Record]
+    folder: Path,
+    headers: Headers,
+    targets: Mapping[str, torch.Tensor | StoredTensor],
+    sums: Mapping[str, Record],
+    fixed: Mapping[str, Span] = MappingProxyType({}),
 ) -> list[Task]:
     """Tasks that read the tensors of each file into ``targets``, by name: existing memory, or other files. They skip
     other tensors.
 
-    They read every byte of a file that has an entry in ``sums``, and verify its checksum."""
-    return [partial(_read_file, folder / file, header, targets, sums.get(file)) for file, header in headers.items()]
+    They read every byte of a file that has an entry in ``sums``, and verify its checksum. ``fixed``: targets that lie
+    in files, where they cannot be written. The tasks compare those, and raise WrongModel where they differ."""
+    return [
+        partial(_read_file, folder / file, header, targets, sums.get(file), fixed) for file, header in headers.items()
+    ]
 
 
 @torch.no_grad()
@@ -87,15 +97,36 @@ def _read_file(
     header: Mapping[str, Entry],
     targets: Mapping[str, torch.Tensor | StoredTensor],
     expected: Record | None,
+    fixed: Mapping[str, Span],
     stop: threading.Event,
 ) -> None:
     with FileReader(path, stop, sums=expected is not None) as file:
         for name, entry in header.items():
-            if name in targets:
+            target = targets.get(name)
+            if isinstance(target, torch.Tensor) and name in fixed:
+                _compare(file, entry, name, target, fixed[name])
+            elif name in targets:
                 file.skip_to(entry.start)
                 _fill(file, entry, targets[name])
         if expected is not None:
             disk.check(path, file.finish(), expected)
+
+
+def _compare(file: FileReader, entry: Entry, name: str, target: torch.Tensor, span: Span) -> None:
+    """Raise unless a file holds the values of ``target``, which lies in ``span`` of another file or of the same."""
+    if file.inode == span.inode and entry.start == span.offset and os.path.samefile(file.path, span.path):  # noqa: PTH121
+        return
+    file.skip_to(entry.start)
+    flat, step = target.reshape(-1), CHUNK // entry.dtype.itemsize
+    staging = torch.empty(min(step, flat.numel()), dtype=entry.dtype)
+    for part in flat.split(step):
+        there = staging[: part.numel()]
+        file.read(bytes_of(there))
+        if not torch.equal(there.to(target.dtype), part):
+            raise WrongModel(
+                f"{file.path} has other values of {name!r} than {span.path}, from which this frozen weight is read, "
+                "because RAM has no room for it. Raise ram=, or open the model from the folder that has these values."
+            )
 
 
 def _fill(file: FileReader, entry: Entry, target: torch.Tensor | StoredTensor) -> None:

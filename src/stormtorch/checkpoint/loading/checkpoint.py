@@ -57,7 +57,7 @@ def load_into(
     groups: list[dict[str, Any]] = []
     with _unexpected_content(directory):
         _check_also(directory, also, state["also"])
-        jobs, weights = _weights(model, names, directory, manifest)
+        jobs, weights = _weights(model, names, directory, manifest, durable)
         saved = state["optimizer"]
         if durable.optimizer is not None:
             if saved is not None and saved["numbers"] is None:
@@ -130,7 +130,7 @@ def _check_also(directory: Path, wanted: Mapping[str, Any], saved: Mapping[str, 
 
 
 def _weights(
-    model: nn.Module, names: Names, directory: Path, manifest: Manifest
+    model: nn.Module, names: Names, directory: Path, manifest: Manifest, durable: Durable
 ) -> tuple[list[Task], list[torch.Tensor]]:
     """The model's tensors, or the adapters' alone, and the jobs that fill them."""
     if is_adapted(model):
@@ -150,7 +150,7 @@ def _weights(
         found = {name: entry for header in headers.values() for name, entry in header.items()}
         compare(found, wanted, str(directory), dtypes=True)
         targets = {name: plain(tensor).detach() for name, tensor in wanted.items()}
-        jobs += reading(directory, headers, targets, manifest.files)
+        jobs += reading(directory, headers, targets, manifest.files, durable.spans(wanted))
     return jobs, [tensor for wanted in wanted_by_file.values() for tensor in wanted.values()]
 
 

@@ -41,7 +41,7 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
             f"{empty[0]!r}{f' and {len(empty) - 1} more' if len(empty) > 1 else ''} have no memory (device meta). "
             "Stream the model first, or build it on the CPU."
         )
-    files = _files(path)
+    files = files_of(path)
     headers = {file: read_header(path / file) for file in files}
     last = {name: file for file, header in headers.items() for name in header}  # which counts if two have a name
     headers = {file: {n: entry for n, entry in header.items() if last[n] == file} for file, header in headers.items()}
@@ -70,8 +70,9 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
     touched = {id(names.tensors[mine]) for name in wanted for mine in places[name]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in touched]
     durable = durable_of(model)
+    fixed = durable.spans({name: wanted[known] for known, name in chosen.items()}) if durable else {}
     with torch.no_grad(), durable.rewriting(parameters, with_states=False) if durable else contextlib.nullcontext():
-        run_all(reading(path, headers, targets, sums))
+        run_all(reading(path, headers, targets, sums, fixed))
         for name, tensor in wanted.items():
             for other in places[name][1:]:
                 plain(names.tensors[other]).copy_(plain(tensor))
@@ -82,7 +83,7 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
     return sorted(wanted)
 
 
-def _files(path: Path) -> list[str]:
+def files_of(path: Path) -> list[str]:
     """The names of the safetensors files that hold the model."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder. Name one with {SINGLE} or {INDEX} in it.")

@@ -14,6 +14,7 @@ from ...core.notices import say_once
 from ...core.sizes import format_bytes
 from ...memory.disk.buffers import bytes_of
 from ...memory.disk.calls import storage_errors
+from ...memory.disk.mapped import FileTensor
 from ...memory.disk.stored import StoredTensor
 from ..content.parts import Content, TensorFile
 from ..files import disk
@@ -104,14 +105,15 @@ class Writing:
             writer.write(file.header)
             for piece in file.pieces:
                 with self._still.lend(piece) as tensor:
-                    if piece.stored is not None:
-                        _copy(piece.stored, writer)
+                    elsewhere = piece.stored or piece.in_file
+                    if elsewhere is not None:
+                        _copy(elsewhere, writer)
                         continue
                     writer.write(bytes_of(tensor.to("cpu").resolve_conj().resolve_neg().contiguous()))
             records[file.name] = writer.finish()
 
 
-def _copy(stored: StoredTensor, writer: FileWriter) -> None:
+def _copy(stored: StoredTensor | FileTensor, writer: FileWriter) -> None:
     """Copy a tensor from one file to another."""
     buffer = memoryview(bytearray(min(disk.CHUNK, stored.nbytes)))
     for at in range(0, stored.nbytes, disk.CHUNK):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...core.errors import StormError
+from ...memory.disk.mapped import FileTensor, Span
 from ...memory.disk.stored import StoredTensor
 from ...streams.bridge.handlers import inside_step, undisturbed
 from ...streams.bridge.torch_private import in_backward, without_torch_function
@@ -71,10 +72,25 @@ class Durable:
         place = self._place.get(id(tensor))
         return place is not None and not place.trained
 
+    def in_file(self, tensor: torch.Tensor) -> FileTensor | None:
+        """The bytes of a parameter that the session reads from a file; None for others."""
+        place, files = self._place.get(id(tensor)), self._parameters.files
+        if place is None or not place.in_file or place.span is None or files is None:
+            return None
+        return FileTensor(files.file_of(place), place.span.offset, place.span.size)
+
+    def spans(self, named: Mapping[str, torch.Tensor]) -> dict[str, Span]:
+        """Where the session reads parameters from files, by name: their values cannot be written."""
+        places = {name: self._place.get(id(tensor)) for name, tensor in named.items()}
+        return {name: p.span for name, p in places.items() if p is not None and p.in_file and p.span is not None}
+
     # --- saving
 
     def settle(self) -> None:
-        """Block until home memory is up to date, including states that are kept on the device."""
+        """Block until home memory is up to date, including states that are kept on the device. Raises if the model's
+        files were changed."""
+        if self._parameters.files is not None:
+            self._parameters.files.check_all()
         if self._optimizer is not None:
             self._optimizer.settle()
         self._schedule.drain()

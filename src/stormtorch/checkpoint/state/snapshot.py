@@ -18,6 +18,7 @@ import torch
 from ...core.errors import OutOfBudget
 from ...core.tags import Tag, Tier
 from ...memory.books.ledger import Ledger, Reservation
+from ...memory.disk.mapped import FileTensor
 from ...memory.disk.stored import StoredTensor
 from ...streams.bridge.handlers import undisturbed
 
@@ -31,12 +32,13 @@ class Piece:
     """One tensor of a save. ``unit``: the index of the unit that holds it; None: it is not streamed.
 
     ``frozen``: no optimizer step changes it. ``stored``: it lies in a file, and is read from there; nothing copies it,
-    so a change of its unit waits until it is written."""
+    so a change of its unit waits until it is written. ``in_file``: nothing changes it at all."""
 
     tensor: torch.Tensor
     unit: int | None = None
     frozen: bool = False
     stored: StoredTensor | None = None
+    in_file: FileTensor | None = None
     state: str = "waiting"  # "lent", "copying", "copied" or "done"
     charge: Reservation | None = field(default=None, repr=False)  # of RAM for copies; the last piece to go ends it
 
@@ -78,7 +80,8 @@ class Still:
             return
         for key, group in list(self._pieces.items()):
             if unit in (None, key):
-                self._copy_or_wait([piece for piece in group if not (by_step and piece.frozen)])
+                fixed = [piece for piece in group if piece.in_file is not None or (by_step and piece.frozen)]
+                self._copy_or_wait([piece for piece in group if piece not in fixed])
 
     def _copy_or_wait(self, group: list[Piece]) -> None:
         waiting = [piece for piece in group if piece.state == "waiting" and piece.stored is None]

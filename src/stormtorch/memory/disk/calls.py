@@ -6,6 +6,7 @@ The calls go through one small object, so that a test can make a disk fail, fill
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -36,6 +37,9 @@ _CAUSES = {
 }
 
 
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # sync_file_range
+
+
 def _open_unnamed(directory: str) -> int:
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         return os.dup(file.fileno())
@@ -44,6 +48,17 @@ def _open_unnamed(directory: str) -> int:
 def _set_direct(fd: int, on: bool) -> None:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+
+def write_out(fd: int, offset: int, size: int, wait: bool) -> None:
+    """Make the kernel write a range of a file; ``wait`` until it has. Only `sync` makes the range durable."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if hasattr(library, "sync_file_range"):
+        flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER if wait else _WRITE
+        if library.sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), ctypes.c_uint(flags)):
+            code = ctypes.get_errno()
+            if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):  # the kernel reports a disk error only once
+                raise OSError(code, os.strerror(code))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 
 import torch
 
 from ...core.sizes import round_down, round_up
 from ...native import moves
-from .calls import storage_errors
+from .calls import storage_errors, write_out
 from .files import ALIGNMENT
 from .scratch import ScratchFile
 
@@ -26,21 +27,19 @@ class MappedFile:
 
     def __init__(self, file: ScratchFile) -> None:
         self.name, self.calls, self.number, self.map = file.name, file.calls, -1, mmap.mmap(-1, ALIGNMENT)
+        self._finalizer: weakref.finalize[..., MappedFile] | None = None
         if file.size_bytes:
             with storage_errors(f"map {file.name}"):
                 # Without O_DIRECT: what is read and written here begins and ends anywhere.
                 self.number = os.open(f"/proc/self/fd/{file.number}", os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    self.map = mmap.mmap(self.number, file.size_bytes)
-                except BaseException:
-                    self.close()
-                    raise
+                self._finalizer = weakref.finalize(self, os.close, self.number)
+                self.map = mmap.mmap(self.number, file.size_bytes)
 
     def close(self) -> None:
         """Close the descriptor. Tensors of the mapping remain valid."""
-        number, self.number = self.number, -1
-        if number >= 0:
-            os.close(number)
+        self.number = -1
+        if self._finalizer is not None:
+            self._finalizer()
 
 
 class MappedRange:
@@ -56,9 +55,11 @@ class MappedRange:
         """Write what was written to these bytes of the mapping to the disk, and release their RAM."""
         first, last = self._pages(start, stop)
         if last > first:
-            with storage_errors(f"write {last - first} bytes of {self.name}"):
-                self.file.map.flush(self.offset + first, last - first)
-            self.drop(start, stop)
+            self.file.map.madvise(mmap.MADV_DONTNEED, self.offset + first, last - first)  # the system now knows all
+            if self.file.number >= 0:
+                with storage_errors(f"write {last - first} bytes of {self.name}"):
+                    write_out(self.file.number, self.offset + first, last - first, wait=True)
+                self.drop(start, stop)
 
     def drop(self, start: int, stop: int) -> None:
         """Release the RAM of these bytes; they are read again when they are used."""
@@ -78,8 +79,8 @@ class MappedRange:
         with storage_errors(f"{verb} {len(view)} bytes of {self.name}", numbers=f"{got} bytes done"):
             if error:
                 raise OSError(error, os.strerror(error))
-            if write:
-                os.fdatasync(self.file.number)  # the cache gives up clean pages only
+            if write:  # the cache gives up clean pages only
+                write_out(self.file.number, self.offset + at, len(view), wait=True)
         self.drop(at, at + len(view))
 
 

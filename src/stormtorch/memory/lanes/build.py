@@ -46,7 +46,8 @@ class Lanes:
     ``aside`` is a second lane towards compute, for copies that need not wait where ``load`` waits: a lane works in
     order, and one that is held back by a flag holds back everything behind it. Where home memory is pageable, ``aside``
     is ``load`` itself. ``ring`` is the page-locked memory through which both go where home memory is pageable; None
-    where they need none."""
+    where they need none. ``files`` is one more lane towards compute, for copies that wait for reads of files; None
+    where nothing is read: ``from_files`` gives a lane in any case."""
 
     device: torch.device
     load: Lane
@@ -54,26 +55,37 @@ class Lanes:
     compute: Lane
     aside: Lane
     ring: HostArena | None = None
+    files: Lane | None = None
+
+    @property
+    def from_files(self) -> Lane:
+        return self.load if self.files is None else self.files
+
+    @property
+    def _all(self) -> tuple[Lane, ...]:
+        return self.load, *(() if self.files is None else (self.files,)), self.aside, self.store, self.compute
 
     def synchronize(self) -> None:
         """Block until all are empty."""
-        for lane in (self.load, self.aside, self.store, self.compute):
+        for lane in self._all:
             lane.synchronize()
 
     def emit(self) -> None:
         """Tell the sink of all work that is over."""
-        for lane in (self.load, self.aside, self.store, self.compute):
+        for lane in self._all:
             lane.emit()
 
     def record_all(self) -> tuple[Event, ...]:
         """Events after all work that was queued on any of them."""
-        return tuple(lane.record() for lane in (self.load, self.aside, self.store, self.compute))
+        return tuple(lane.record() for lane in self._all)
 
     def close(self) -> None:
         """Close all lanes. First abort the flags that a lane may wait for, or drain the work that sets them."""
         try:
             self.load.close()
         finally:
+            if self.files is not None:
+                self.files.close()
             self.aside.close()
             self.store.close()
             if self.ring is not None:
@@ -88,21 +100,23 @@ def open_lanes(
     ring_bytes: int = RING_BYTES,
     sink: Sink | None = None,
     delay: Delay | None = None,
+    from_files: bool = False,
 ) -> Lanes:
-    """Lanes for ``device``.
+    """Lanes for ``device``, with one ``from_files`` if that is asked for and home memory is not staged.
 
     ``home`` is the arena to copy from and to. If it could not be page-locked for a GPU, the lanes are staged through a
     ring of ``ring_bytes`` that is charged to ``ledger``. Without ``home``, all host memory must be page-locked."""
     device = usable_device(device)
     if device.type == "cpu":
         load, store, aside = (ThreadLane(name, sink, delay) for name in ("load", "store", "aside"))
-        return Lanes(device, load, store, CpuComputeLane(), aside)
+        files = ThreadLane("files", sink, delay) if from_files else None
+        return Lanes(device, load, store, CpuComputeLane(), aside, files=files)
     clock = CudaClock(need_driver(), device_index(device))
     compute = CudaLane("compute", device, clock, own_stream=False)
     if home is None or home.pinned:
-        names = ("load", "store", "aside")
+        names = ("load", "store", "aside", *(("files",) if from_files else ()))
         cuda = [CudaLane(name, device, clock, own_stream=True, sink=sink, delay=delay) for name in names]
-        return Lanes(device, cuda[0], cuda[1], compute, cuda[2])
+        return Lanes(device, cuda[0], cuda[1], compute, cuda[2], files=cuda[3] if from_files else None)
     if ledger is None:
         raise SettingError(
             "Lanes for a pageable arena need a ring of page-locked memory. Give ledger= to charge it to."

@@ -218,6 +218,9 @@ static int move_ranges(storm_pool *pool, const job *current, char *place, int wr
     *(write ? &pool->stats.written_bytes : &pool->stats.read_bytes) += moved;
     if (!failure.error)
         return 1;
+    if (!current->count) /* NaN: what uses these bytes anyway shows it */
+        for (int i = 0; i < STORM_FILE_RANGES; i++)
+            memset(place + current->part.ranges[i].at, 0xff, (size_t)current->part.ranges[i].bytes);
     if (!pool->failure.error)
         pool->failure = failure;
     if (current->abort.address)

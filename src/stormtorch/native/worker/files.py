@@ -147,6 +147,8 @@ class PythonFileThread(PythonThread, FileEngine):
             else:
                 self.read_bytes += got
             if error:
+                if not job.updates:
+                    place.fill_(0xFF)  # NaN: what uses these bytes anyway shows it
                 if not self.failed.error:
                     self.failed = FileFailure(error, part.number, part.offset, part.size, got, write)
                 if job.abort is not None:

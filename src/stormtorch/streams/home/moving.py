@@ -36,8 +36,8 @@ class Moving:
     """The parameters of all units, on their way home."""
 
     def __init__(self, units: list[Unit]) -> None:
-        self._sources = _sources(place.parameter for unit in units for place in unit.places)
-        self._total = sum(unit.image_bytes for unit in units)
+        self._sources = _sources(place.parameter for unit in units for place in unit.places if not place.in_file)
+        self._total = sum(unit.home_bytes for unit in units)
         self._since = 0  # bytes moved since memory was returned to the system
         self._is_tight = self._total > host_available_bytes()
         self._ahead = 0 if self._is_tight else min(self._total // _AHEAD_PART, _AHEAD_BYTES)
@@ -49,8 +49,10 @@ class Moving:
         return sum(size for reference, size in self._sources if not reference.gone)
 
     def move(self, unit: Unit, image: torch.Tensor) -> None:
-        """Make every parameter of ``unit`` a view of its home image."""
+        """Make every parameter of ``unit`` a view of its home image, unless a file is its home."""
         for place in unit.places:
+            if place.in_file:
+                continue
             view = place.in_image(image)
             size = place.count * place.dtype.itemsize
             if self._is_tight:

@@ -54,6 +54,7 @@ class Access(Protocol):
     """Serves user code that touches home memory."""
 
     device: torch.device
+    closed: bool  # the session is
     stepping: int | None  # the signal handler that runs an optimizer's step, 0 for none; None: no step runs
 
     @property
@@ -77,7 +78,7 @@ class Access(Protocol):
         """User code has written it."""
 
     def expose(self, place: Place, kind: str) -> None:
-        """User code gets an array over home memory, through which it may write without our notice."""
+        """User code gets an array over home memory, or its address, through which it may write without our notice."""
 
     def grad(self, place: Place) -> torch.Tensor | None:
         """The gradient; does not wait for its values."""
@@ -368,9 +369,9 @@ def _with_homes(
 
         return _on_home(func, name, homes, written, _exchanged(args, exchange), _exchanged(dict(kwargs), exchange))
     if name in EXPOSING:
-        written = homes
-        if name in ARRAYS:
-            for home in homes:
+        written = [home for home in homes if not _is_in_file(home)]  # of those, every load looks for writes
+        for home in homes:
+            if name in ARRAYS or home not in written:
                 home._storm[0].expose(home._storm[1], home._storm_kind)
     if _any_on_device((*args, *kwargs.values())):
         # For user code, parameters are on the device. So compute there, and copy results that are written to home
@@ -401,6 +402,8 @@ def _on_home(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
+    for home in written:
+        refuse_write(*home._storm, home._storm_kind)
     for home in homes:
         joined(home)
     result = _written(func, written, args, kwargs) if written else func(*args, **kwargs)
@@ -420,6 +423,23 @@ def _written(
     finally:  # a function that writes several may have written some before it raises
         for home in written:
             home._storm[0].after_write(home._storm[1], home._storm_kind)
+
+
+def _is_in_file(home: HomeParameter | HomeView) -> bool:
+    """Whether it shows a weight that is read from a file."""
+    access, place = home._storm
+    return place.in_file and home._storm_kind == "weight" and not access.closed
+
+
+def refuse_write(access: Access, place: Place, kind: str) -> None:
+    """Raise if user code is about to write a weight that is read from a file."""
+    if place.in_file and kind == "weight" and not access.closed:
+        path = "a file" if place.span is None else place.span.path
+        raise StormError(
+            f"Cannot write {place.name!r}: RAM has no room for it, so it is read from {path}, and a write would not "
+            "get there. Raise ram= so that it gets a home in RAM, or give its module's name to storm.stream as "
+            "leave=[...]."
+        )
 
 
 def _is_in(home: torch.Tensor, value: Any) -> bool:
@@ -506,6 +526,8 @@ def _set_data(func: Any, args: tuple[Any, ...]) -> Any:
         )
     joined(value)
     access.join(place, kind)
+    if own.data_ptr() != _plain(value).data_ptr():
+        refuse_write(access, place, kind)
     with torch.no_grad():
         flat, new = own.as_strided((place.count,), (1,)), _plain(value).detach()
         if new.data_ptr() == own.data_ptr() and new.stride() == own.stride():

@@ -92,7 +92,12 @@ class UserAccess:
 
     @locked
     def expose(self, place: Place, kind: str) -> None:
-        if not self.closed and kind != "past":
+        if self.closed or kind == "past":
+            return
+        if place.in_file and kind == "weight":
+            assert self._weights.files is not None
+            self._weights.files.expose(place)
+        else:
             self.schedule.updater.never_ahead(place.unit)
 
     @locked

@@ -92,6 +92,8 @@ class Schedule:
         """User code calls the model, or ``module`` alone (not ``whole``); ``training``: gradients may follow."""
         if self.unwritten is not None and module is not None and self.unwritten.check(module):
             self.unwritten = None
+        if self.weights.files is not None:
+            self.weights.files.check_exposed()
         if whole:
             self._begin_order(training)
         if self.witness is not None:
@@ -103,8 +105,14 @@ class Schedule:
 
     def end_pass(self) -> None:
         """That call returns to user code."""
+        self.check_reads()
         if self.witness is not None:
             self.witness.end()
+
+    def check_reads(self) -> None:
+        """Raise if weights could not be read from a file: results since then are not valid."""
+        if self.weights.files is not None:
+            self.weights.files.check()
 
     # --- a unit is used
 
@@ -133,6 +141,7 @@ class Schedule:
             self._waits.wait(stay.loaded, cause, residence.unit.index)
             stay.places.add(place)
             stay.waited = place, stay.loaded
+            self.check_reads()
         return stay
 
     def _is_in_use(self, residence: Residence) -> bool:
@@ -340,6 +349,7 @@ class Schedule:
     @locked
     def step(self) -> None:
         """Update every unit that has gradients, or queue its update."""
+        self.check_reads()
         self._tuner.before_step(self.gradients)
         self._update_all()
         self.end_step()

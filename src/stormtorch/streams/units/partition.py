@@ -9,14 +9,16 @@ call may need a few of their rows."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from ...core.errors import SettingError
 from ...core.sizes import MiB
+from ...memory.disk.mapped import Span
 from ..bridge.adapters import parametrized_in_forward
 from ..bridge.torch_private import has_plain_storage
 from .routed import Routed, routed
@@ -85,10 +87,11 @@ def partition(
     leave: Sequence[str],
     small: bool = False,
     by_rows: bool = False,
+    spans: Mapping[int, Span] = MappingProxyType({}),
 ) -> Partition:
     """Cut the model into units, in the order of its modules. Those over ``unit_limit_bytes`` are split. ``small``:
     neighbours are merged up to half the size of a block, not of the largest module. ``by_rows``: fused experts get
-    units of their own."""
+    units of their own. ``spans``: where files have parameters, by id."""
     names = dict(model.named_modules())
     for name in [*(only or []), *leave]:
         if name not in names:
@@ -127,7 +130,8 @@ def partition(
             if id(use.parameter) not in places and id(use.parameter) not in left
         }
         if fresh:
-            unit = Unit(len(units), group[0].name or "root", [(parameter_names[key], p) for key, p in fresh.items()])
+            named = [(parameter_names[key], parameter) for key, parameter in fresh.items()]
+            unit = Unit(len(units), group[0].name or "root", named, spans)
             units.append(unit)
             if any(candidate.bytes > block_bytes for candidate in group):
                 large.append(unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.errors import OutOfBudget
@@ -13,6 +13,7 @@ from ...memory.host.arena import PAGE, regions_for
 from ...memory.lanes.flags import board_bytes
 from .file_layout import PAGE as FILE_PAGE
 from .file_layout import FileLayout, layout_of, memory_bytes
+from .in_files import InFiles, choose, left_in_files
 from .unit import ALIGNMENT, Unit
 
 FILE_THREADS = 6  # two read, two write and one updates, on average; one is spared
@@ -54,6 +55,7 @@ class Homes:
     flags: int
     adam: bool  # whether our own runs
     on_disk: OnDisk
+    in_files: InFiles
     needed: dict[Tag, int]
 
 
@@ -80,20 +82,30 @@ def homes_for(
     """Sizes of the units' home memory; raises if ``ram`` does not allow all of it.
 
     ``in_backward``: the optimizer updates each unit as soon as its gradients are complete. They then pass through a
-    ring, if RAM has no room for all of them: with all, the CPU may still update during the next forward. ``disk``: the
-    states of as many units as RAM is short of lie in files. For tests: ``always_ring``, and ``disk_part`` of the units
-    in files in any case. Counts only what is certain to be taken: no activations, no sums of micro-batches, no staging
-    ring for want of page-locks."""
+    ring, if RAM has no room for all of them: with all, the CPU may still update during the next forward. ``disk``: as
+    far as RAM is short, frozen weights remain in the model's own files; if it still is, states lie in scratch files.
+    For tests: ``always_ring``, and ``disk_part`` of the units' states there in any case. Counts only what is certain to
+    be taken: no activations, no sums of micro-batches, no staging ring for want of page-locks."""
     free = ledger.free_bytes(Tier.HOST)
     homes = _homes(units, OnDisk(), optimizer=optimizer, adam=adam)
-    if optimizer and in_backward and (sum(homes.needed.values()) > free or always_ring):
-        homes = _with_ring(homes, units)
+    has_ring = optimizer and in_backward and (sum(homes.needed.values()) > free or always_ring)
+
+    def made(on_disk: OnDisk, in_files: InFiles) -> Homes:
+        homes = _homes(units, on_disk, optimizer=optimizer, adam=adam, in_files=in_files)
+        return _with_ring(homes, units) if has_ring else homes
+
+    def spare(some: Sequence[Unit]) -> int:
+        return free - sum(made(OnDisk(), left_in_files(some)).needed.values())
+
+    in_files = InFiles()
+    if disk:
+        chosen = choose(units, lambda some: spare(some) >= 0)
+        in_files = left_in_files(chosen, max(0, spare(chosen)))
+    homes = made(OnDisk(), in_files)
     total = sum(homes.needed.values())
     if disk and adam and (total > free or disk_part):
-        has_ring = bool(homes.ring_bytes)
         for on_disk in _on_disk(units, free, disk_part):
-            homes = _homes(units, on_disk, optimizer=optimizer, adam=adam)
-            homes = _with_ring(homes, units) if has_ring else homes
+            homes = made(on_disk, in_files)
             total = sum(homes.needed.values())
             if total <= free:
                 break
@@ -111,12 +123,19 @@ def homes_for(
     return homes
 
 
-def _homes(units: list[Unit], on_disk: OnDisk, *, optimizer: bool, adam: bool) -> Homes:
+def _homes(
+    units: list[Unit],
+    on_disk: OnDisk,
+    *,
+    optimizer: bool,
+    adam: bool,
+    in_files: InFiles = InFiles(),  # noqa: B008
+) -> Homes:
     in_ram = [unit for unit in units if unit.index not in on_disk.layouts]
     sizes = [size for unit in in_ram for size in (unit.state_count * 4, unit.state_count * 4, unit.master_bytes)]
-    flags = sum(1 + len(unit.trained) for unit in units) + on_disk.flags
+    flags = sum(1 + len(unit.trained) for unit in units) + on_disk.flags + in_files.flags
     homes = Homes(
-        parameters=regions_for(unit.image_bytes for unit in units),
+        parameters=regions_for(in_files.home_bytes(unit) for unit in units),
         gradients=regions_for(unit.grad_bytes for unit in units),
         ring_bytes=0,
         states=regions_for(sizes),
@@ -124,13 +143,14 @@ def _homes(units: list[Unit], on_disk: OnDisk, *, optimizer: bool, adam: bool) -
         flags=flags,
         adam=adam,
         on_disk=on_disk,
+        in_files=in_files,
         needed={},
     )
     homes.needed[Tag.PARAMETERS] = sum(homes.parameters)
     homes.needed[Tag.GRADIENTS] = sum(homes.gradients) if optimizer else 0
     homes.needed[Tag.OPTIMIZER] = sum(homes.states) if adam else 0
     staging = board_bytes(flags) + (homes.factors_bytes if adam else 0)
-    homes.needed[Tag.STAGING] = staging + on_disk.ram_bytes
+    homes.needed[Tag.STAGING] = staging + on_disk.ram_bytes + round_up(in_files.ring_bytes, PAGE)
     return homes
 
 

@@ -3,7 +3,8 @@
 The tensors of a unit, by the names that all code here uses:
 
     home image   all parameters of the unit in their compute dtype, flat, in pinned RAM. The registered ``nn.Parameter``
-                 of each is a view of it: the optimizer, ``state_dict`` and checkpoints see ordinary tensors.
+                 of each is a view of it: the optimizer, ``state_dict`` and checkpoints see ordinary tensors. Frozen
+                 parameters at the end may remain in the model's own files instead: ``home_bytes`` are in RAM then.
     home grads   gradients, flat, in RAM; *own* in the parameters' dtypes, or *wide* in fp32 once micro-batches have
                  been added up.
     states       what the optimizer keeps: for AdamW two fp32 moments, and the *masters*: the bits that the image lacks
@@ -11,20 +12,23 @@ The tensors of a unit, by the names that all code here uses:
     stay         a device copy of the image, from its load until nothing refers to it any more.
     twin         the device view that stands in for a parameter while a module computes; part of the unit's stay.
 
-A unit's parameters lie in the image with those that are trained first. Every tensor starts at a multiple of 64 bytes,
+A unit's parameters lie in the image with those that are trained first, and those that a file has last, in the order of
+the file. Every tensor starts at a multiple of 64 bytes,
 so that kernels see the alignment that they would see in tensors of their own."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from ...core.sizes import round_up
+from ...memory.disk.mapped import Span
 
 ALIGNMENT = 64
 
@@ -48,6 +52,8 @@ class Place:
     state_at: int = 0
     master_at: int = 0
     written: bool = True  # False: it came from the meta device and has no values yet
+    span: Span | None = None  # where a file has it, if it may remain there
+    in_file: bool = False  # it has no home in RAM: its memory is a mapping of the file, which nothing may write
     # User code's views of its weight and gradient (home/parameter.py), by ``id``.
     views: MutableMapping[int, Any] = field(default_factory=WeakValueDictionary)
 
@@ -85,18 +91,29 @@ class Place:
 class Unit:
     """Parameters that move together: their sizes and offsets."""
 
-    def __init__(self, index: int, name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        spans: Mapping[int, Span] = MappingProxyType({}),
+    ) -> None:
+        """``spans``: where files have parameters that may remain there, by id."""
         self.index, self.name = index, name
         # Vectors come last: trainers give them settings of their own, and neighbours with the same ones are one update.
-        ordered = sorted(parameters, key=lambda item: _order(item[1]))
+        ordered = sorted(parameters, key=lambda item: (_order_in_file(spans.get(id(item[1]))), *_order(item[1])))
         self.places: list[Place] = []
         for number, (parameter_name, parameter) in enumerate(ordered):
             shape, dtype, count = parameter.shape, parameter.dtype, parameter.numel()
             stride = (parameter if is_dense(parameter) else parameter.detach().to("meta").contiguous()).stride()
             trained = parameter.requires_grad
             self.places.append(Place(parameter, parameter_name, self, number, trained, shape, stride, dtype, count))
+            self.places[-1].span = spans.get(id(parameter))
         self.trained = [place for place in self.places if place.trained]
         self.image_bytes = _lay_out(self.places, "at", lambda place: place.count * place.dtype.itemsize)
+        # Where parameters that may remain in files begin.
+        self.file_at = next((place.at for place in self.places if place.span is not None), self.image_bytes)
+        self.home_bytes = self.image_bytes  # the part of the image that has its home in RAM
         self._starts = [place.at for place in self.places]
         self.grad_bytes = _lay_out(self.trained, "grad_at", lambda place: place.count * place.dtype.itemsize)
         self.wide_bytes = _lay_out(self.trained, "wide_at", lambda place: place.count * place.wide_dtype.itemsize)
@@ -124,12 +141,22 @@ class Unit:
             found[index] = place.in_typed(typed[dtype], at)
         return found
 
+    def stay_in_files(self) -> None:
+        """Give no home in RAM to the parameters that files have."""
+        self.home_bytes = self.file_at
+        for place in self.places:
+            place.in_file = place.span is not None
+
     def place_at(self, offset: int) -> Place:
         """The parameter that the byte ``offset`` of the image belongs to."""
         return self.places[bisect.bisect_right(self._starts, offset) - 1]
 
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.places)} parameters, {self.image_bytes} bytes)"
+
+
+def _order_in_file(span: Span | None) -> tuple[str, int]:
+    return ("", 0) if span is None else (span.path, span.offset)
 
 
 def _order(parameter: torch.nn.Parameter) -> tuple[bool, int, bool]:

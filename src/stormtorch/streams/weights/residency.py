@@ -86,7 +86,7 @@ class HomeGate:
 
 
 class WeightState(enum.Enum):
-    """Where a unit's weights are. The home image occupies RAM in every state."""
+    """Where a unit's weights are. The home image occupies RAM in every state, but for weights that files have."""
 
     ABSENT = "absent"  # nothing on the device
     CURRENT = "current"  # a copy in the pool, or some rows of it; until ``stay.loaded`` it is on its way
@@ -98,7 +98,7 @@ class Residence:
     """One unit: its home image, its device copy and their versions."""
 
     unit: Unit
-    image: torch.Tensor  # home
+    image: torch.Tensor  # home: the first ``home_bytes`` of the unit's image; files have the others
     gate: HomeGate = field(default_factory=HomeGate)
     stay: Stay | None = None
     version: int = 0  # of the home image; a device copy of an older version is stale

@@ -14,10 +14,11 @@ import torch
 from ...core.events import Sink, Span, What
 from ...core.tags import Tag
 from ...memory.lanes.build import Lanes
-from ...memory.lanes.lane import Event
+from ...memory.lanes.lane import Event, Lane
 from ..bridge.lock import locked
 from ..bridge.torch_private import in_backward, outside_functorch, without_torch_function
 from ..units.unit import Place, Unit
+from .from_files import Files
 from .residency import Residence, Residency, Stay, WeightState
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other kinds of tensors give their memory a meaning of their own
@@ -41,10 +42,13 @@ class SavedWeight:
 class ParameterStream:
     """Loads units and finds saved weights again. Used by one thread at a time."""
 
-    def __init__(self, residency: Residency, *, lanes: Lanes, sink: Sink, serial: bool) -> None:
+    def __init__(
+        self, residency: Residency, *, lanes: Lanes, sink: Sink, serial: bool, files: Files | None = None
+    ) -> None:
+        """``files``: those that have the weights of some units; None: all have their home in RAM."""
         self.residency, self.residences, self.lock = residency, residency.residences, residency.lock
         self._pool, self._by_storage = residency.pool, residency.by_storage
-        self._lanes, self._sink, self._serial = lanes, sink, serial
+        self._lanes, self._sink, self._serial, self.files = lanes, sink, serial, files
 
     @locked
     def changed(self, unit: Unit, *, by_step: bool) -> None:
@@ -119,21 +123,20 @@ class ParameterStream:
         records = torch.is_grad_enabled() or in_backward()
         if records and (stay := self.residency.take_back(residence)) is not None:
             return stay
-        lane = self._lanes.load
+        lane = self._lane(unit)
+        if self.files is not None and self.files.has(unit):
+            self.files.check(unit)
         piece = self.residency.take(unit.image_bytes, lane, distance)
         if piece is None:
             return None
         uses: list[Event] = []
         places: set[Hashable] = set()
         base = self._pool.lend(piece, uses, places)
-        residence.gate.hold(lane)
-        if rows is None:
-            lane.copy(piece.bytes, residence.image, Tag.PARAMETERS, unit.index)
-            size = unit.image_bytes
-        else:
-            size = self._copy_rows(residence, piece.bytes, rows, and_others=True)
-        loaded = lane.record()
-        uses.append(loaded)  # compute may never wait for the load
+        try:
+            size = self._copy(residence, piece.bytes, rows)
+        finally:
+            loaded = lane.record()
+            uses.append(loaded)  # compute may never wait for the load
         there = None if rows is None else set(rows)
         residence.stay = Stay(base, piece.bytes, uses, places, loaded, residence.version, there)
         residence.last_load = loaded
@@ -144,6 +147,19 @@ class ParameterStream:
             loaded.synchronize()
         return residence.stay
 
+    def _copy(self, residence: Residence, target: torch.Tensor, rows: frozenset[int] | None) -> int:
+        """Bring the unit's weights, or ``rows`` of them, to ``target``. Returns the bytes."""
+        unit, lane, image = residence.unit, self._lane(residence.unit), residence.image
+        if rows is not None:
+            residence.gate.hold(lane)
+            return self._copy_rows(residence, target, rows, and_others=True)
+        if self.files is not None and self.files.has(unit):
+            self.files.load(unit, target, lane)  # first: no update writes these
+        residence.gate.hold(lane)
+        if image.nbytes:
+            lane.copy(target[: image.nbytes], image, Tag.PARAMETERS, unit.index)
+        return unit.image_bytes
+
     def _complete(self, residence: Residence, stay: Stay, there: set[int], rows: frozenset[int] | None) -> None:
         """Load those of ``rows`` that are not ``there``; None: all that are not. Compute has not read those rows."""
         missing = (frozenset(range(_experts(residence.unit))) if rows is None else rows) - there
@@ -152,7 +168,7 @@ class ParameterStream:
         try:
             size = self._copy_rows(residence, stay.memory, missing, and_others=False)
         finally:  # after Ctrl-C some are on their way
-            stay.loaded = residence.last_load = self._lanes.load.record()
+            stay.loaded = residence.last_load = self._lane(residence.unit).record()
             stay.uses.append(stay.loaded)
         stay.rows = None if rows is None else there | missing
         self._emit(What.LOAD, residence.unit, size)
@@ -162,8 +178,8 @@ class ParameterStream:
     def _copy_rows(self, residence: Residence, target: torch.Tensor, rows: Iterable[int], *, and_others: bool) -> int:
         """Copy these experts from home, neighbours at once; ``and_others``: also parameters without rows. Returns the
         bytes."""
-        unit, copied = residence.unit, 0
-        runs = list(_runs(rows))
+        unit, copied, image, lane = residence.unit, 0, residence.image, self._lane(residence.unit)
+        runs, in_files = list(_runs(rows)), list[tuple[int, int]]()
         for place in unit.places:
             row = unit.row_bytes.get(place.index)
             spans = [(first * row, last * row) for first, last in runs] if row is not None else []
@@ -171,9 +187,19 @@ class ParameterStream:
                 spans = [(0, place.count * place.dtype.itemsize)]
             for start, end in spans:
                 part = slice(place.at + start, place.at + end)
-                self._lanes.load.copy(target[part], residence.image[part], Tag.PARAMETERS, unit.index)
+                if place.in_file:
+                    in_files.append((part.start, part.stop))
+                else:
+                    lane.copy(target[part], image[part], Tag.PARAMETERS, unit.index)
                 copied += end - start
+        if in_files:
+            assert self.files is not None
+            self.files.load(unit, target, lane, in_files)
         return copied
+
+    def _lane(self, unit: Unit) -> Lane:
+        """The lane that loads the unit. One that waits for a file must not hold up what lies in RAM."""
+        return self._lanes.from_files if self.files is not None and self.files.has(unit) else self._lanes.load
 
     def _emit(self, what: What, unit: Unit, size: int | None = None) -> None:
         now_s = time.perf_counter()

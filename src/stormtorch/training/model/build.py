@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...checkpoint.loading.mapped import map_weights
 from ...core.errors import OutOfBudget, SettingError
 from ...core.sizes import format_bytes
 from ...memory.books.limits import host_available_bytes
@@ -57,8 +58,14 @@ def build_outline(settings: TrainSettings) -> nn.Module | None:
     assert settings.model is not None
     if is_callable_name(settings.model):
         return None
-    model = hf_model.build_empty(hf_model.read_config(Path(settings.model)), DTYPES[settings.dtype])
-    return add_adapters(model, settings, values=False) if settings.lora_rank else model
+    path = Path(settings.model)
+    model = hf_model.build_empty(hf_model.read_config(path), DTYPES[settings.dtype])
+    in_files = settings.disk and hf_model.weight_files(path) and hf_model.why_not_direct(model, path) is None
+    if settings.lora_rank:
+        model = add_adapters(model, settings, values=False)
+        if in_files:
+            map_weights(model, path)
+    return model
 
 
 def check_base(settings: TrainSettings) -> None:
@@ -99,6 +106,10 @@ def _build_hf(path: Path, settings: TrainSettings, *, values: bool) -> Built:
         # path remains relative: peft resolves it in the current directory.
         base.name_or_path = base.config.name_or_path = (hf_model.hub_name(path) or (str(path),))[0]
         model, opener = add_adapters(model, settings), "peft.AutoPeftModelForCausalLM"
+        if settings.disk and weights is not None:  # frozen weights need no RAM
+            origin = f"mapped from {path}, to be read from there as far as RAM has no room"
+            if map_weights(model, weights):
+                weights, files = None, []
     return Built(
         model=model,
         loss=ChunkedLoss(base) if settings.chunked_loss else hf_model.hf_loss,

@@ -34,7 +34,7 @@ _LATE_REST = 50  # ... for so many
 
 def spare_bytes(unit: Unit) -> list[int]:
     """The bytes of a unit's spare: exp_avg, exp_avg_sq, masters and image."""
-    return [unit.state_count * 4, unit.state_count * 4, unit.master_bytes, unit.image_bytes]
+    return [unit.state_count * 4, unit.state_count * 4, unit.master_bytes, unit.home_bytes]
 
 
 @dataclass(eq=False)

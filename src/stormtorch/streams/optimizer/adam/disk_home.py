@@ -138,11 +138,11 @@ class DiskHome(RamHome):
         """Report what was read and written since the last call."""
         self._meter.emit()
 
-    def _failure(self) -> StorageError:
-        """The access that failed, in one line."""
+    def _failure(self) -> StorageError | None:
+        """The access that failed, in one line; None if none has."""
         failure = self._worker.failure()
         if failure is None:
-            return StorageError("Cannot use optimizer states on disk: their session ended with the process.")
+            return None
         file = next(file for file in self._files if file.number == failure.fd)
         verb = "write" if failure.write else "read"
         what = f"{verb} optimizer states: bytes {failure.offset} to {failure.offset + failure.bytes} of {file.name}"
@@ -177,7 +177,7 @@ class DiskHome(RamHome):
     def stored_tensor(self, place: Place, name: str) -> StoredTensor | None:
         """A state of a parameter that lies in a file as a contiguous tensor, for code that moves all of its bytes."""
         on_disk = self._units.get(place.unit.index)
-        if on_disk is None or name not in (*MOMENTS, MASTER) or place.stride != _contiguous(place.shape):
+        if on_disk is None or name not in (*MOMENTS, MASTER) or not _is_contiguous(place):
             return None
         (moments_at, masters_at), regions = on_disk.layout.at[place.index], on_disk.regions
         if name == MASTER:
@@ -271,5 +271,5 @@ def _bound(chunk: _Chunk, run: Run, image: torch.Tensor, grads: torch.Tensor, *,
     return found
 
 
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+def _is_contiguous(place: Place) -> bool:
+    return place.parameter.is_contiguous() and place.parameter.stride() == place.stride

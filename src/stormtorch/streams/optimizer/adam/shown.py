@@ -142,7 +142,8 @@ class AdamStates(ShownStates):
                 mine = self._state_home.shown(place)
                 for name in MOMENTS:
                     state[name] = _narrow(mine[name], place)
-                self._state_home.written(place)
+                if place.dtype != torch.float32:
+                    self._state_home.written(place)
 
     def _show(self, place: Place, before: Mapping[str, Any] | None = None) -> None:
         """Make our entry for a parameter; additional items of ``before`` remain in it."""

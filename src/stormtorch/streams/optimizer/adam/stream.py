@@ -464,7 +464,8 @@ class AdamStream(Updater):
         """Store the weights that were updated on the device home, after their states."""
         lanes = self._lanes
         lanes.store.wait(lanes.compute.record())
-        lanes.store.copy(self._images[home.unit.index], stay.memory, Tag.OPTIMIZER, home.unit.index)
+        image = self._images[home.unit.index]
+        lanes.store.copy(image, stay.memory[: image.nbytes], Tag.OPTIMIZER, home.unit.index)
         home.gate.stored = stored = lanes.store.record()
         stay.uses[:] = [*(event for event in stay.uses if not event.done()), stored]
         self._parameters.updated_in_place(home.unit, stay)
