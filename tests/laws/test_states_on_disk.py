@@ -563,6 +563,7 @@ def test_descriptors_do_not_grow_with_units(tmp_path: Path) -> None:
     assert _descriptors() <= before
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # Python says so itself
 def test_a_session_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
     def dropped() -> tuple[int, int]:
         model = CHAIN.build()
