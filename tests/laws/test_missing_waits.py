@@ -38,7 +38,7 @@ OFFLOAD = Way(activations="offload", share=0.0, steps=2)
 WAITS = {
     "weights that are used come after their load": (Wait("compute", "Schedule._arrived"), HOME),
     "a load comes after the last use of its place": (Wait("load", "Block.take"), HOME),
-    "a load of weights comes after their update": (Wait("load", "HomeGate.hold", "ParameterStream.load"), HOME),
+    "a load of weights comes after their update": (Wait("load", "HomeGate.hold", "ParameterStream._copy"), HOME),
     "a store of gradients comes after they are made": (Wait("store", "GradHome.bring"), HOME),
     "an update comes after the store of gradients": (Wait("job", "AdamStream._submit"), HOME),
     "an update comes after loads of the weights before": (Wait("store", "AdamStream._announce"), HOME),
@@ -46,7 +46,7 @@ WAITS = {
     "weights are copied home after an update ahead": (Wait("job", "Ahead.take_over"), AHEAD),
     "an update on disk comes after the store of gradients": (Wait("job", "DiskHome.update"), DISK),
     "an update on disk comes after the one before is in its file": (Wait("file", "DiskHome.update"), DISK),
-    "a load of weights comes after their update on disk": (Wait("load", "HomeGate.hold", "ParameterStream.load"), DISK),
+    "a load of weights comes after their update on disk": (Wait("load", "HomeGate.hold", "ParameterStream._copy"), DISK),
     "an update on disk comes after loads of the weights before": (Wait("store", "AdamStream._announce"), DISK),
     "user code reads states on disk after they are there": (Wait("host", "DiskHome.refresh"), DISK),
     "a bucket is used again after its store": (Wait("compute", "Buckets.lend", "GradientStream.lend"), HOME),
