@@ -46,7 +46,7 @@ WAITS = {
     "weights are copied home after an update ahead": (Wait("job", "Ahead.take_over"), AHEAD),
     "an update on disk comes after the store of gradients": (Wait("job", "DiskHome.update"), DISK),
     "an update on disk comes after the one before is in its file": (Wait("file", "DiskHome.update"), DISK),
-    "a load of weights comes after their update on disk": (Wait("load", "HomeGate.hold", "ParameterStream._copy"), DISK),
+    "a load of weights comes after an update on disk": (Wait("load", "HomeGate.hold", "ParameterStream._copy"), DISK),
     "an update on disk comes after loads of the weights before": (Wait("store", "AdamStream._announce"), DISK),
     "user code reads states on disk after they are there": (Wait("host", "DiskHome.refresh"), DISK),
     "a bucket is used again after its store": (Wait("compute", "Buckets.lend", "GradientStream.lend"), HOME),
