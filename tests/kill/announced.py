@@ -37,9 +37,11 @@ def announce_phases(pipe: str, stop_at: tuple[str, int] | None) -> None:
 
     from stormtorch.checkpoint.files import disk
     from stormtorch.session.api import Session
+    from stormtorch.streams.units import file_layout, sizes
     from stormtorch.training.run import loop, open_model, text_data
     from stormtorch.training.text import rows
 
+    sizes._LEAST_CHUNK = file_layout.GRAIN  # the states of a small model take less than what else is passed through
     seen: Counter[str] = Counter()
     fd = os.open(pipe, os.O_WRONLY)
 

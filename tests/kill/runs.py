@@ -165,7 +165,7 @@ class Training:
     """One training: its settings, its folder, and what must hold of it."""
 
     folder: Path
-    kind: str = "bf16"  # a dtype, or "lora"
+    kind: str = "bf16"  # a dtype, "lora", or "disk": states in scratch files
     log: Path = field(init=False)
     output: Path = field(init=False)
 
@@ -174,12 +174,15 @@ class Training:
         self.log, self.output = self.folder / "log.txt", self.folder / "run"
 
     def arguments(self, model: Path, *, steps: int = STEPS, **more: object) -> list[str]:
+        self.scratch.mkdir(exist_ok=True)
+        # RAM that is short has no room for sums of micro-batches.
+        disk = {"disk": self.scratch, "ram": "480KiB", "accumulate": 1} if self.kind == "disk" else {}
         settings: dict[str, object] = {
             "model": model,
             "data": DEMO_DATA / "corpus.jsonl",
             "output": self.output,
             "device": "cpu",
-            "dtype": "bf16" if self.kind == "lora" else self.kind,
+            "dtype": "bf16" if self.kind in ("lora", "disk") else self.kind,
             "lora-rank": 2 if self.kind == "lora" else 0,
             "vram": "200KiB",
             "sequence": 64,
@@ -190,9 +193,14 @@ class Training:
             "save-every": SAVE_EVERY,
             "keep": KEEP,
             "log-every": 1,
+            **disk,
             **more,
         }
         return ["train", *(str(word) for name, value in settings.items() for word in (f"--{name}", value))]
+
+    @property
+    def scratch(self) -> Path:
+        return self.folder.parent / "scratch"
 
     @property
     def checkpoints(self) -> Path:

@@ -152,10 +152,23 @@ def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path: Path) -> None:
     assert killing.kills >= max(KILLS, 5)
 
 
+@pytest.mark.timeout(900)
+def test_killed_runs_with_states_on_disk(tmp_path: Path) -> None:
+    """Nothing of them is left in the directory."""
+    with Runs(tmp_path) as runs:
+        killing = Killing(runs, tmp_path)
+        training = killing.begin("disk")
+        for moment in (Moment("step", 2, 0.002), Moment("renamed"), Moment("load"), Moment("write", 9)):
+            assert killing.kill(training, moment), f"{moment} did not come"
+            assert not list(training.scratch.iterdir())
+        killing.finish(training)
+        assert "of optimizer states" in training.log.read_text()
+
+
 def _at_random(killing: Killing) -> None:
     choices = random.Random(SEED)
     phases: list[str] = []
-    kinds = ["bf16", "fp32"] + (["lora"] if importlib.util.find_spec("peft") is not None else [])
+    kinds = ["bf16", "fp32", "disk"] + (["lora"] if importlib.util.find_spec("peft") is not None else [])
     training = killing.begin("bf16")
     while killing.kills < KILLS:
         if not phases:  # each phase as often as any other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections import defaultdict
@@ -17,6 +18,7 @@ import stormtorch
 from stormtorch.memory.host.region import Region
 from stormtorch.memory.lanes.waits import WaitMeter
 from stormtorch.native.update import AdamTensors, WeightCopy
+from stormtorch.native.worker.files import FileJob
 from stormtorch.native.worker.jobs import FlagValue
 
 from .ordering import HOST, Access, Clocks, Memory, Point
@@ -24,6 +26,7 @@ from .ordering import HOST, Access, Clocks, Memory, Point
 COMPUTE = "compute"
 _SOURCE = str(Path(stormtorch.__file__).parent) + "/"
 _LINES, _CALLERS = 5, 4  # of our code, that are kept of an access and looked at for a wait
+_FILES = 64  # bits, beyond which an address says which file it is in
 _DEPTH = 24  # of all frames that are looked at: this is done for every access
 
 
@@ -82,7 +85,14 @@ class Checker:
             return
         start = tensor.data_ptr()
         last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        stop = start + (last + 1) * tensor.itemsize
+        self._use(actor, start, start + (last + 1) * tensor.itemsize, what, writes=writes)
+
+    def use_file(self, actor: str, number: int, offset: int, size: int, *, writes: bool) -> None:
+        """Note that ``actor`` was asked to use bytes of an open file."""
+        start = (os.fstat(number).st_ino << _FILES) + offset  # beyond all addresses of memory
+        self._use(actor, start, start + size, "in a file", writes=writes)
+
+    def _use(self, actor: str, start: int, stop: int, what: str, *, writes: bool) -> None:
         with self._lock:
             self.accesses += 1
             clock = self.clocks.ask(actor)
@@ -160,6 +170,31 @@ class Checker:
                 self.use(actor, tensor, "in an update", writes=True)
             if done is not None:
                 self.set_flag(done.address, done.value, self.clocks.point(actor))
+
+    def file_job(self, job: FileJob) -> None:
+        """Note an update of states in a file, by two actors: one uses memory, one the file."""
+        with self._lock:
+            self._jobs += 1
+            actor, file = f"job {self._jobs}", f"file {self._jobs}"
+            for one, flag in ((actor, job.ready), (file, job.also)):
+                self.clocks.ask(one)
+                if flag is not None:
+                    self.see_flag(one, flag.address, flag.value)
+            for range_ in job.ranges:
+                self.use_file(file, range_.number, range_.offset, range_.size, writes=False)
+            self.clocks.see(actor, self.clocks.point(file))
+            for tensors, _ in job.updates:
+                for tensor in (tensors.grad, tensors.grad_factor):
+                    if tensor is not None:
+                        self.use(actor, tensor, "for an update", writes=False)
+                self.use(actor, tensors.weight, "in an update", writes=True)
+            if job.done is not None:
+                self.set_flag(job.done.address, job.done.value, self.clocks.point(actor))
+            self.clocks.see(file, self.clocks.point(actor))
+            for range_ in job.ranges:
+                self.use_file(file, range_.number, range_.offset, range_.size, writes=True)
+            if job.written is not None:
+                self.set_flag(job.written.address, job.written.value, self.clocks.point(file))
 
     def read(self, target: torch.Tensor, ready: FlagValue | None, done: FlagValue | None) -> None:
         """Note a read of a file, by a thread of a worker."""

@@ -2,7 +2,7 @@
 
 On a CPU the calling thread computes, and it asks for nothing before that is done: most missing waits cannot make a
 number wrong there. Here the lanes do their work as ever, and a `Checker` is told of each copy, wait, event and flag, of
-each job of the worker and of each operation of torch. It keeps the clocks of ordering.py, where compute is a stream of
+each job of the workers and of each operation of torch. It keeps the clocks of ordering.py, where compute is a stream of
 its own: what it was asked for may run at any later time, unless something orders it.
 
 Memory in an arena is the host's, and all other memory the device's. An event that the host asks about is never done,
@@ -19,6 +19,7 @@ import torch
 
 from stormtorch.checkpoint.state.snapshot import Piece, Still
 from stormtorch.core.tags import Tag
+from stormtorch.memory.disk.stored import MappedRange
 from stormtorch.memory.host.arena import HostArena
 from stormtorch.memory.host.region import Region
 from stormtorch.memory.lanes.build import Lanes, open_lanes
@@ -28,6 +29,8 @@ from stormtorch.native.adamw import adamw_
 from stormtorch.native.update import AdamStep, AdamTensors, WeightCopy
 from stormtorch.native.worker.files import FileJob, FileWorker
 from stormtorch.native.worker.jobs import FlagValue, Worker
+from stormtorch.streams.optimizer.adam.disk_home import DiskHome
+from stormtorch.streams.units.unit import Unit
 
 from .checker import Checker, Wait
 from .operations import Operations
@@ -138,7 +141,7 @@ def _check_flags(patch: pytest.MonkeyPatch, checker: Checker) -> None:
 
 
 def _check_home(patch: pytest.MonkeyPatch, checker: Checker) -> None:
-    add, lend = HostArena._add, Still.lend
+    add, lend, refresh = HostArena._add, Still.lend, DiskHome.refresh
 
     def checked_add(arena: HostArena, region: Region) -> None:
         add(arena, region)
@@ -148,12 +151,30 @@ def _check_home(patch: pytest.MonkeyPatch, checker: Checker) -> None:
     def checked_lend(still: Still, piece: Piece) -> Iterator[torch.Tensor]:
         """The thread that writes the file reads all the while."""
         with lend(still, piece) as tensor:
-            checker.save(tensor)
+            check_piece(piece, tensor)
             yield tensor
-            checker.save(tensor)
+            check_piece(piece, tensor)
+
+    def check_piece(piece: Piece, tensor: torch.Tensor) -> None:
+        checker.save(tensor)
+        if piece.stored is not None:
+            read(piece.stored.where, piece.stored.at, piece.stored.nbytes)
+
+    def read(where: MappedRange, at: int, size: int) -> None:
+        checker.use_file(HOST, where.file.number, where.offset + at, size, writes=False)
+
+    def checked_refresh(home: DiskHome, unit: Unit) -> None:
+        """User code may read the unit's states next."""
+        refresh(home, unit)
+        for place in unit.trained if home.holds(unit) else ():
+            for name in home.shown(place):
+                stored = home.stored_tensor(place, name)
+                if stored is not None:
+                    read(stored.where, stored.at, stored.nbytes)
 
     patch.setattr(HostArena, "_add", checked_add)
     patch.setattr(Still, "lend", checked_lend)
+    patch.setattr(DiskHome, "refresh", checked_refresh)
 
 
 def _check_updates(patch: pytest.MonkeyPatch, checker: Checker) -> None:
@@ -167,20 +188,22 @@ def _check_updates(patch: pytest.MonkeyPatch, checker: Checker) -> None:
         checker.update(tensors)
         adamw_(tensors, step, **settings)
 
+    run = FileWorker.run
+
+    def checked_run(worker: FileWorker, job: FileJob) -> int:
+        if job.target is not None:
+            checker.read(job.target, job.ready, job.done)
+        else:
+            checker.file_job(job)
+        return run(worker, job)
+
     copy = Worker.copy
 
     def checked_copy(worker: Worker, tensors: WeightCopy, **settings: Any) -> int:
         checker.job(tensors, settings["ready"], settings["done"], settings["also"])
         return copy(worker, tensors, **settings)
 
-    run = FileWorker.run
-
-    def checked_run(worker: FileWorker, job: FileJob) -> int:
-        if job.target is not None:
-            checker.read(job.target, job.ready, job.done)
-        return run(worker, job)
-
-    patch.setattr(FileWorker, "run", checked_run)
     patch.setattr(Worker, "submit", checked_submit)
     patch.setattr(Worker, "copy", checked_copy)
+    patch.setattr(FileWorker, "run", checked_run)
     patch.setattr("stormtorch.streams.optimizer.adam.stream.adamw_", checked_update)

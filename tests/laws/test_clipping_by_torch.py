@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -216,3 +217,28 @@ def test_gradients_in_bf16_are_rounded_when_they_are_clipped() -> None:
                 optimizer.zero_grad()
             weights.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *weights))
+
+
+class Scaled(nn.Linear):
+    """A layer with a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_a_parameter_without_dimensions_is_clipped_and_read() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), Scaled())
+    plain = copy.deepcopy(model)
+    with stream(model, adamw(model), seed=0, step="forward") as session:
+        for side in (model, plain):
+            side(torch.ones(2, 8)).sum().backward()
+        session.clip_grad_norm_(0.01)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            torch.testing.assert_close(mine.grad.clone(), other.grad)

@@ -51,6 +51,9 @@ WAYS = [
     Way(ahead=True, steps=5),
     Way(ahead=True, steps=5, share=0.0, clip="torch", poison=True, dtype=torch.bfloat16),
     SUMS._replace(ahead=True, share=0.0, steps=4),
+    Way(disk=1.0, share=0.0, look=(1,), poison=True),
+    SUMS._replace(disk=0.5, clip="torch"),
+    Way("backward", disk=0.5, share=0.5),
 ]
 CASES = [LLAMA, RECOMPUTED, *(OTHER[name] for name in ("tied", "moe", "lora", "conv", "lstm"))]
 
@@ -183,6 +186,7 @@ def _meddle_with_gradients(parameters: list[nn.Parameter], number: int) -> None:
 
 def test_a_save_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path / "save", monkeypatch).check()
+    saved(tmp_path / "another", monkeypatch, states=tmp_path, held_s=0.5).check()
 
 
 @pytest.mark.usefixtures("small_scale")

@@ -29,6 +29,7 @@ from .watched import (
 
 HOME, SUM, THERE = Way(share=0.0, look=(1,)), SUMS._replace(share=0.0), SUMS._replace(share=1.0)
 AHEAD = Way(ahead=True, share=0.0, steps=4)
+DISK = Way(disk=1.0, share=0.0)
 OFFLOAD = Way(activations="offload", share=0.0, steps=2)
 # Left out are waits that others imply in a loop. The store lane's: for updates that read the gradients before (weights
 # that these wrote were loaded since), for a slab (compute has waited for its load since), and for weights that were
@@ -37,15 +38,20 @@ OFFLOAD = Way(activations="offload", share=0.0, steps=2)
 WAITS = {
     "weights that are used come after their load": (Wait("compute", "Schedule._arrived"), HOME),
     "a load comes after the last use of its place": (Wait("load", "Block.take"), HOME),
-    "a load of weights comes after their update": (Wait("load", "HomeGate.hold", "ParameterStream.load"), HOME),
+    "a load of weights comes after their update": (Wait("load", "HomeGate.hold", "ParameterStream._copy"), HOME),
     "a store of gradients comes after they are made": (Wait("store", "GradHome.bring"), HOME),
     "an update comes after the store of gradients": (Wait("job", "AdamStream._submit"), HOME),
     "an update comes after loads of the weights before": (Wait("store", "AdamStream._announce"), HOME),
     "an update ahead comes after the store of gradients": (Wait("job", "Ahead.begin"), AHEAD),
     "weights are copied home after an update ahead": (Wait("job", "Ahead.take_over"), AHEAD),
+    "an update on disk comes after the store of gradients": (Wait("job", "DiskHome.update"), DISK),
+    "an update on disk comes after the one before is in its file": (Wait("file", "DiskHome.update"), DISK),
+    "a load of weights comes after an update on disk": (Wait("load", "HomeGate.hold", "ParameterStream._copy"), DISK),
+    "an update on disk comes after loads of the weights before": (Wait("store", "AdamStream._announce"), DISK),
+    "user code reads states on disk after they are there": (Wait("host", "DiskHome.refresh"), DISK),
     "a bucket is used again after its store": (Wait("compute", "Buckets.lend", "GradientStream.lend"), HOME),
     "a sum comes after the load of earlier gradients": (Wait("compute", "GradientStream._add_earlier"), SUM),
-    "a factor is stored after it is made": (Wait("store", "AdamStream.clip"), SUM),
+    "a factor is stored after it is made": (Wait("store", "AdamStream._store_factor"), SUM),
     "user code reads gradients after their store": (Wait("host", "GradHome.join"), HOME),
     "user code reads weights after their update": (Wait("host", "HomeGate.join"), HOME),
     "states are used after their load": (Wait("compute", "DeviceStates.staged"), THERE),
@@ -101,3 +107,4 @@ def test_experts_that_are_used_before_they_come_are_found() -> None:
 def test_a_save_that_nothing_waits_for_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Still, "before_change", lambda *_args, **_settings: None)
     assert saved(tmp_path / "save", monkeypatch).races
+    assert saved(tmp_path / "another", monkeypatch, states=tmp_path).races

@@ -7,7 +7,9 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,11 +31,13 @@ from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings, Trial
 from stormtorch.streams.units import sizes
 from stormtorch.streams.units.file_layout import GRAIN
+from stormtorch.streams.units.unit import Unit
 
 from ..thinning import daily
 from .models import (
     CHAIN,
     LLAMA,
+    MAX_NORM,
     OTHERS,
     Case,
     Side,
@@ -205,6 +209,55 @@ def test_odd_optimizers_keep_their_states_in_ram(tmp_path: Path, caplog: pytest.
     with storm.stream(model, sgd(model), vram=tight(model), device="cpu", disk=tmp_path) as session:
         assert not on_disk(session)
     assert "disk= holds the states of Adam" in caplog.text
+
+
+class _Branches(nn.Module):
+    """Blocks of which the last one is used on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(16))
+
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        for block in self.blocks[:used]:
+            x = x + torch.as_tensor(block(x))
+        return x
+
+
+def test_a_late_update_has_its_own_clip_factor(tmp_path: Path) -> None:
+    """The disk holds up one unit's update, and many steps without that unit are clipped meanwhile."""
+    go, held = threading.Event(), set[int]()
+
+    def late(fd: int, view: memoryview, offset: int) -> int:
+        if offset in held:
+            assert go.wait(60)
+        return read_at(fd, view, offset)
+
+    def trained(disk: Path | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = _Branches()
+        optimizer = adamw(model)
+        with open_on_disk(
+            model, optimizer, disk, part=1.0 if disk else 0.0, seed=None, calls=SystemCalls(pread=late)
+        ) as session:
+            if disk is not None:
+                held.update(r.offset for r in _units(session)[-1].chunks[0].ranges)
+            for number in range(70):
+                model(torch.full((2, 64), 0.1 / (number + 1)), 16 if number == 0 else 3).square().sum().backward()
+                session.clip_grad_norm_(MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            go.set()
+            session.synchronize()
+            return [p.detach().clone() for p in model.parameters()]
+
+    ram = trained(None)
+    go.clear()
+    timer = threading.Timer(3.0, go.set)  # training may have to wait for that update
+    timer.start()
+    disk = trained(tmp_path)
+    timer.cancel()
+    assert all(map(torch.equal, disk, ram))
 
 
 # --- user code between two steps
@@ -441,6 +494,32 @@ def test_an_io_error_ends_the_session(where: str, step: str, tmp_path: Path, dev
         same(frozen(fresh.state_dict()), saved, "the saved weights")
 
 
+@pytest.mark.parametrize("where", ["pread", "pwrite"])
+def test_close_after_an_io_error_leaves_no_states_of_the_disk(where: str, tmp_path: Path) -> None:
+    """The model trains on, with the states that lie in RAM; those on disk begin at zero."""
+    model = LLAMA.build(torch.bfloat16)
+    side = Side(model, adamw(model), LLAMA, torch.device("cpu"))
+    disk = Failing(where, errno.EIO)
+    side.session = session = open_on_disk(model, side.optimizer, tmp_path, part=0.3, calls=disk.calls)
+    side.step(0), side.step(1)
+    lying = {id(p.parameter) for unit in session.units for p in unit.places if _is_on_disk(session, unit)}
+    disk.broken = True
+    with pytest.raises(StorageError) as raised:
+        _train_on(side)
+    assert raised.value.errno == errno.EIO
+    with pytest.raises(StorageError, match="I/O error"):
+        session.close()
+    side.session = None
+    states = side.optimizer.state
+    assert {id(p) for p in model.parameters()} - {id(p) for p in states} == lying
+    assert {type(value) for state in states.values() for value in state.values()} == {torch.Tensor}
+    side.step(2)
+
+
+def _is_on_disk(session: Session, unit: Unit) -> bool:
+    return unit.index in session._parts.ground.homes.on_disk.layouts
+
+
 def test_a_full_disk_is_found_at_the_start(tmp_path: Path) -> None:
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -460,6 +539,44 @@ def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
             same(step_of(streamed, number), expected, "loss")
             same(step_of(other, number), expected, "loss of the other session")
         assert not list(tmp_path.iterdir())
+
+
+def _descriptors() -> int:
+    gc.collect()  # sessions of other tests
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_descriptors_do_not_grow_with_units(tmp_path: Path) -> None:
+    """A scratch file and its mapping are open, however many units lie there; a few after close, for `optimizer.state`,
+    and none when that is dropped."""
+    before = _descriptors()
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))
+    optimizer = adamw(model)
+    with open_on_disk(model, optimizer, tmp_path) as session:
+        assert on_disk(session) == len(session.units) > 8
+        assert _descriptors() - before <= 5
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+    assert _descriptors() - before <= 1
+    optimizer.state.clear()
+    del session
+    assert _descriptors() <= before
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # Python says so itself
+def test_a_session_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+    def dropped() -> tuple[int, int]:
+        model = CHAIN.build()
+        side = Side(model, adamw(model), CHAIN, torch.device("cpu"))
+        side.session = open_on_disk(model, side.optimizer, tmp_path, seed=None)
+        side.step(0)
+        del model, side
+        return _descriptors(), len(list(Path("/proc/self/task").iterdir()))
+
+    descriptors, threads = dropped()
+    more_descriptors, more_threads = dropped()
+    assert more_descriptors <= descriptors
+    assert more_threads <= threads
 
 
 def test_a_directory_that_vanishes(tmp_path: Path) -> None:

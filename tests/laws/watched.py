@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +60,7 @@ class Way(NamedTuple):
     dtype: torch.dtype = torch.float32
     look: tuple[int, ...] = ()
     steps: int = 3
+    disk: float = 0.0  # of the units, whose states lie in files
 
     def __str__(self) -> str:
         changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
@@ -77,9 +81,13 @@ def trained(case: Case, way: Way = Way(), missing: Wait | None = None) -> Checke
         device_share=way.share,
         activation_room=room,
         small_bytes=1,
+        disk_part=way.disk,
     )
-    settings = Settings(vram=budget, device="cpu", step=way.step, activations=way.activations)
-    with checking(missing) as checker, Session(model, optimizer, settings, trial=trial) as session:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory()) if way.disk else None
+        settings = Settings(vram=budget, device="cpu", step=way.step, activations=way.activations, disk=folder)
+        checker = stack.enter_context(checking(missing))
+        session = stack.enter_context(Session(model, optimizer, settings, trial=trial))
         train(
             case, model, optimizer, steps=way.steps, accumulate=way.accumulate, clip=way.clip, session=session,
             look=way.look,
@@ -109,14 +117,20 @@ def skipped(missing: Wait | None = None) -> Checker:
 SUMS = Way(accumulate=2, clip="session", steps=2)
 
 
-def saved(path: Path, monkeypatch: pytest.MonkeyPatch) -> Checker:
-    """Save in the background, and train two steps before the disk writes a thing."""
+def saved(
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, states: Path | None = None, held_s: float | None = None
+) -> Checker:
+    """Save in the background, and train two steps before the disk writes a thing. ``states``: where those of every
+    unit lie; a step then waits until they are saved, so the disk must write after ``held_s``."""
     brake = Brake(free=1)
     monkeypatch.setattr(disk, "CALLS", disk.DiskCalls(pwrite=brake.write))
     model = SHORT.build()
     optimizer = adamw(model)
-    settings = Settings(vram=tight(model), device="cpu")
-    with checking() as checker, Session(model, optimizer, settings, trial=Trial(device_share=0.5)) as session:
+    settings = Settings(vram=tight(model), device="cpu", disk=states)
+    trial = Trial(device_share=0.5, disk_part=0.0 if states is None else 1.0)
+    with checking() as checker, Session(model, optimizer, settings, trial=trial) as session:
+        if held_s is not None:
+            threading.Timer(held_s, brake.go.set).start()
         try:
             for number in range(3):
                 SHORT.loss(model, tokens(number)).backward()

@@ -13,7 +13,7 @@ from stormtorch.core.tags import Tag
 from stormtorch.memory.books.ledger import Ledger
 from stormtorch.memory.host.pinning import page_lock_for
 from stormtorch.memory.lanes.build import open_lanes
-from stormtorch.memory.lanes.flags import Flags
+from stormtorch.memory.lanes.flags import Flag, Flags
 from stormtorch.native.flag_words import has_reached
 from stormtorch.native.update import AdamStep, AdamTensors
 from stormtorch.native.worker.open import open_worker
@@ -76,6 +76,24 @@ def test_abort_lets_every_waiter_go_and_they_raise(ledger: Ledger) -> None:
         flags[0].set(1)
     with pytest.raises(LaneError):
         flags[0].wait(0)
+    flags.close()
+
+
+def test_an_abort_beside_a_watch_has_its_own_error(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread aborts between the two looks of `is_aborted`: no native thread has failed then."""
+    flags = Flags(1, ledger=ledger, device=torch.device("cpu"))
+    flags.watch(lambda: pytest.fail("no native thread has failed"))
+    read = Flag.read
+
+    def aborted_meanwhile(flag: Flag) -> int:
+        thread = threading.Thread(target=flags.abort, args=(RuntimeError("a lane has failed"),))
+        thread.start()
+        thread.join()
+        return read(flag)
+
+    monkeypatch.setattr(Flag, "read", aborted_meanwhile)
+    with pytest.raises(LaneError, match="a lane has failed"):
+        flags.raise_if_aborted()
     flags.close()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -21,57 +22,65 @@ from .files import ALIGNMENT
 from .scratch import ScratchFile
 
 
-class MappedRange:
-    """``size`` bytes of a scratch file from ``offset`` on, both multiples of a page."""
+class MappedFile:
+    """A scratch file, mapped as a whole: a mapping and a descriptor for each tensor would be too many."""
 
-    def __init__(self, file: ScratchFile, offset: int, size: int) -> None:
-        self.offset, self.size, self.name = offset, size, file.name
-        self._calls = file.calls
-        # Of its own, without O_DIRECT: what is read and written here begins and ends anywhere.
-        self._number = os.open(f"/proc/self/fd/{file.number}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._map = mmap.mmap(self._number, size, offset=offset) if size else mmap.mmap(-1, ALIGNMENT)
-        except BaseException:
-            os.close(self._number)
-            raise
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:size]
+    def __init__(self, file: ScratchFile) -> None:
+        self.name, self.calls, self.number, self.map = file.name, file.calls, -1, mmap.mmap(-1, ALIGNMENT)
+        self._finalizer: weakref.finalize[..., MappedFile] | None = None
+        if file.size_bytes:
+            with storage_errors(f"map {file.name}"):
+                # Without O_DIRECT: what is read and written here begins and ends anywhere.
+                self.number = os.open(f"/proc/self/fd/{file.number}", os.O_RDWR | os.O_CLOEXEC)
+                self._finalizer = weakref.finalize(self, os.close, self.number)
+                self.map = mmap.mmap(self.number, file.size_bytes)
 
     def close(self) -> None:
         """Close the descriptor. Tensors of the mapping remain valid."""
-        number, self._number = self._number, -1
-        if number >= 0:
-            os.close(number)
+        self.number = -1
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+class MappedRange:
+    """``size`` bytes of a scratch file from ``offset`` on, both multiples of a page."""
+
+    def __init__(self, file: MappedFile, offset: int, size: int) -> None:
+        self.offset, self.size, self.name, self.file = offset, size, file.name, file
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        if size:
+            self.bytes = torch.frombuffer(file.map, dtype=torch.uint8, count=size, offset=offset)
 
     def sync(self, start: int, stop: int) -> None:
         """Write what was written to these bytes of the mapping to the disk, and release their RAM."""
         first, last = self._pages(start, stop)
         if last > first:
-            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)  # the system now knows all that was written
-            if self._number >= 0:
+            self.file.map.madvise(mmap.MADV_DONTNEED, self.offset + first, last - first)  # the system now knows all
+            if self.file.number >= 0:
                 with storage_errors(f"write {last - first} bytes of {self.name}"):
-                    write_out(self._number, self.offset + first, last - first, wait=True)
+                    write_out(self.file.number, self.offset + first, last - first, wait=True)
                 self.drop(start, stop)
 
     def drop(self, start: int, stop: int) -> None:
         """Release the RAM of these bytes; they are read again when they are used."""
         first, last = self._pages(start, stop)
         if last > first:
-            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
-            if self._number >= 0:
-                os.posix_fadvise(self._number, self.offset + first, last - first, os.POSIX_FADV_DONTNEED)
+            self.file.map.madvise(mmap.MADV_DONTNEED, self.offset + first, last - first)
+            if self.file.number >= 0:
+                os.posix_fadvise(self.file.number, self.offset + first, last - first, os.POSIX_FADV_DONTNEED)
 
     def _pages(self, start: int, stop: int) -> tuple[int, int]:
         return round_down(start, mmap.PAGESIZE), min(round_up(stop, mmap.PAGESIZE), self.size)
 
     def move(self, view: memoryview, at: int, *, write: bool) -> None:
         """Fill ``view`` with the bytes from ``at`` on, or write them there. Leaves nothing in the page cache."""
-        verb, call = ("write", self._calls.pwrite) if write else ("read", self._calls.pread)
-        error, got = moves.move_all(call, self._number, view, self.offset + at, needed=len(view), unit=1)
+        verb, call = ("write", self.file.calls.pwrite) if write else ("read", self.file.calls.pread)
+        error, got = moves.move_all(call, self.file.number, view, self.offset + at, needed=len(view), unit=1)
         with storage_errors(f"{verb} {len(view)} bytes of {self.name}", numbers=f"{got} bytes done"):
             if error:
                 raise OSError(error, os.strerror(error))
             if write:  # the cache gives up clean pages only
-                write_out(self._number, self.offset + at, len(view), wait=True)
+                write_out(self.file.number, self.offset + at, len(view), wait=True)
         self.drop(at, at + len(view))
 
 

@@ -11,6 +11,7 @@ pass, and makes every later use raise, because the data that the flag announces 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 import threading
 import time
@@ -87,7 +88,7 @@ class Flags:
         self.lock = threading.RLock()
         self.awaited: dict[int, int] = {}  # address -> the latest value that a stream waits for
         self._error: BaseException | None = None
-        self._causes: list[Callable[[], BaseException | None]] = []  # see `watch`
+        self._causes: list[Callable[[], Callable[[], BaseException | None] | None]] = []  # see `watch`
         self._arena = HostArena((count + 1) * _SPACING, ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
         # Kept as long as the board, closed or not: a worker's job or a reader may still look at a word.
         self._words = words = self._arena.tensor(((count + 1) * _SPACING,), torch.uint8, alignment=_SPACING)
@@ -115,14 +116,18 @@ class Flags:
 
     def watch(self, cause: Callable[[], BaseException | None]) -> None:
         """Before each use, check whether a native thread has written ``aborted`` itself; ``cause`` gives its error, or
-        None if it was none of its threads."""
-        self._causes.append(cause)
+        None if it was none of its threads. The owner of a method is not kept: it has a worker, whose jobs keep the
+        board."""
+        self._causes.append(weakref.WeakMethod(cause) if inspect.ismethod(cause) else lambda: cause)
 
     @property
     def is_aborted(self) -> bool:
         if self._error is None and self._causes and self.aborted.read():
-            errors = [error for cause in self._causes if (error := cause()) is not None]
-            self.abort(errors[0] if errors else LaneError("work on home memory has failed"))
+            with self.lock:
+                if self._error is None:  # else another thread aborts right now
+                    causes = [cause for reference in self._causes if (cause := reference()) is not None]
+                    errors = [error for cause in causes if (error := cause()) is not None]
+                    self.abort(errors[0] if errors else LaneError("work on home memory has failed"))
         return self._error is not None
 
     def raise_if_aborted(self) -> None:
@@ -130,7 +135,7 @@ class Flags:
             return
         if self.is_aborted:
             if isinstance(self._error, StorageError):  # says all that the user can use
-                raise StorageError(str(self._error)) from self._error
+                raise again(self._error)
             raise LaneError(f"A writer of this flag ended early: {self._error}") from self._error
 
     def close(self) -> None:
@@ -139,6 +144,13 @@ class Flags:
         self.abort(LaneError("the flags were closed"))
         self._finalizer.detach()
         self._arena.close()
+
+
+def again(error: StorageError) -> StorageError:
+    """The same error, to be raised by another call, or on another thread."""
+    repeated = StorageError(str(error))
+    repeated.errno, repeated.__cause__ = error.errno, error
+    return repeated
 
 
 def _let_go(awaited: dict[int, int], aborted: int, words: torch.Tensor | None = None) -> None:  # noqa: ARG001

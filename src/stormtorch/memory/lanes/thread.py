@@ -20,7 +20,7 @@ import torch
 from ...core.errors import LaneError, StorageError
 from ...core.events import Sink, Span, What
 from ...core.tags import Tag
-from .flags import Flag
+from .flags import Flag, again
 from .lane import Delay, Event, Lane, as_bytes, check_copy
 
 Work = Callable[[], object]
@@ -41,7 +41,7 @@ class Failure:
 
     def raise_if_any(self) -> None:
         if isinstance(self.error, StorageError):  # says all that the user can use
-            raise StorageError(str(self.error)) from self.error
+            raise again(self.error)
         if self.error is not None:
             raise LaneError(f"Work on the {self.lane} lane failed: {self.error}") from self.error
 

@@ -22,7 +22,7 @@ from ....core.events import Sink
 from ....core.tags import Tag
 from ....memory.disk.calls import storage_error
 from ....memory.disk.scratch import ScratchFile
-from ....memory.disk.stored import MappedRange, StoredTensor
+from ....memory.disk.stored import MappedFile, MappedRange, StoredTensor
 from ....memory.host.arena import HostArena
 from ....memory.lanes.flags import Flag, Flags
 from ....native.update import FileTensors
@@ -83,13 +83,16 @@ class DiskHome(RamHome):
         self._meter = FileMeter(worker, sink, Tag.OPTIMIZER)
         self._units: dict[int, _UnitOnDisk] = {}
         self._alignment = max(file.alignment for file in files)
+        self._mapped = list[MappedFile]()
+        for file in files:
+            self._mapped.append(MappedFile(file))
         for number, (index, layout) in enumerate(layouts.items()):
             regions, numbers = list[MappedRange](), list[int]()
             for region, size in enumerate(layout.regions):
-                file = self._files[file_of(number, region, len(files))]
-                extent = file.take(size)
-                regions.append(MappedRange(file, extent.offset, size))
-                numbers.append(file.number)
+                which = file_of(number, region, len(files))
+                extent = self._files[which].take(size)
+                regions.append(MappedRange(self._mapped[which], extent.offset, size))
+                numbers.append(self._files[which].number)
             chunks = [_Chunk(c, _ranges(c, regions, numbers), next(flags), next(flags)) for c in layout.chunks]
             self._units[index] = _UnitOnDisk(layout, regions, chunks)
         board.watch(self._failure)
@@ -202,9 +205,8 @@ class DiskHome(RamHome):
 
     def forget(self) -> None:
         super().forget()
-        for on_disk in self._units.values():
-            for region in on_disk.regions:
-                region.close()
+        for file in self._mapped:
+            file.close()
         self._units.clear()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....core.errors import StorageError
 from ...bridge.torch_private import without_torch_function
 from ...gradients.stream import GradientStream
 from ...home.parameter import Access, HomeView, home_view, joined, plain
@@ -120,17 +121,29 @@ class AdamStates(ShownStates):
             self._narrow_all()
 
     def _narrow_all(self) -> None:
+        """Those that a disk has lost are dropped: an optimizer must not go on with what is left."""
+        error: StorageError | None = None
         for home in self._homes:
-            self._state_home.refresh(home.unit)
-            for place in home.unit.trained:
-                state = self._optimizer.state.get(place.parameter)
-                if state and "exp_avg" in state:
-                    state.pop(MASTER, None)
-                    mine = self._state_home.shown(place)
-                    for name in MOMENTS:
-                        state[name] = _narrow(mine[name], place)
-                    if place.dtype != torch.float32:
-                        self._state_home.written(place)
+            try:
+                self._narrow_unit(home)
+            except StorageError as lost:
+                error = error or lost
+                for place in home.unit.trained:
+                    self._optimizer.state.pop(place.parameter, None)
+        if error is not None:
+            raise error
+
+    def _narrow_unit(self, home: AdamHome) -> None:
+        self._state_home.refresh(home.unit)
+        for place in home.unit.trained:
+            state = self._optimizer.state.get(place.parameter)
+            if state and "exp_avg" in state:
+                state.pop(MASTER, None)
+                mine = self._state_home.shown(place)
+                for name in MOMENTS:
+                    state[name] = _narrow(mine[name], place)
+                if place.dtype != torch.float32:
+                    self._state_home.written(place)
 
     def _show(self, place: Place, before: Mapping[str, Any] | None = None) -> None:
         """Make our entry for a parameter; additional items of ``before`` remain in it."""

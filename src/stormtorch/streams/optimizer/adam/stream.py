@@ -85,7 +85,7 @@ class AdamStream(Updater):
                 home.state = AdamState.DISK
         self.ahead = Ahead(homes, state_home, images=images, worker=worker, board=board, take=take)
         self._schedule, self._parameters, self._gradients = schedule, schedule.weights, schedule.gradients
-        self._factor_words = itertools.cycle(factors)
+        self._factor_words, self._words, self._words_given = itertools.cycle(factors), len(factors), 0
         residency = schedule.weights.residency
         self.there = DeviceStates(homes, state_home, lanes=lanes, residency=residency, waits=waits, poison=poison)
         self._masters, self.lock = Masters(homes, state_home, self), schedule.weights.lock
@@ -117,12 +117,20 @@ class AdamStream(Updater):
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).to(torch.float32)
         if self._device_factor is not None:
             factor = factor * self._device_factor
-        self._device_factor = factor
-        self._factor = next(self._factor_words)
-        self._kept.append(factor)
-        self._lanes.store.wait(self._lanes.compute.record())
-        self._lanes.store.copy(self._factor, factor.reshape(1), Tag.GRADIENTS)
+        self._store_factor(factor)
         return total
+
+    def _store_factor(self, factor: torch.Tensor) -> None:
+        """Bring a factor, an fp32 number on the device, to the next word in home memory."""
+        store = self._lanes.store
+        self._words_given += 1
+        if self._words_given % (self._words // 2) == 0:
+            for home in self.homes:
+                home.gate.hold(store)  # an update that a slow disk holds up may still read a word that comes next
+        self._factor, self._device_factor = next(self._factor_words), factor
+        self._kept.append(factor)
+        store.wait(self._lanes.compute.record())
+        store.copy(self._factor, factor.reshape(1), Tag.GRADIENTS)
 
     @locked
     def scale(self, grads: GradHome, index: int, factor: torch.Tensor) -> bool:
@@ -164,8 +172,7 @@ class AdamStream(Updater):
         self._scaling = None
         if scaling.is_one:
             return False
-        self._factor, self._device_factor = next(self._factor_words), scaling.factor.to(self._lanes.device)
-        self._factor.copy_(scaling.factor)
+        self._store_factor(scaling.factor.to(self._lanes.device, torch.float32))
         return True
 
     @locked
@@ -186,7 +193,8 @@ class AdamStream(Updater):
                 home.join()
                 self.join(home.unit)  # an update may still read them
             for index in indices:
-                home.view(home.unit.places[index]).mul_(factor)
+                gradient = home.view(home.unit.places[index])
+                (gradient if gradient.dim() else gradient.expand_as(factor)).mul_(factor)
                 home.forget_norm(index)
 
     @locked
