@@ -407,6 +407,26 @@ def test_the_disk_takes_what_ram_has_no_room_for() -> None:
             assert "RAM has no room" in str(plan)
 
 
+def test_sums_of_micro_batches_have_room(tmp_path: Path) -> None:
+    """A budget that has room for fp32 sums if more states lie on disk than RAM alone would ask for."""
+    found = []
+    needed = _needed(large().to(torch.bfloat16))["total"]
+    for ram in (1 << 30, needed - MiB):
+        model = large().to(torch.bfloat16)
+        optimizer = adamw(model)
+        with open_on_disk(model, optimizer, tmp_path, part=0.0, ram=ram, seed=None) as session:
+            for number in range(6):
+                x = torch.randn(4, 512, generator=torch.Generator().manual_seed(number)).to(torch.bfloat16)
+                (model(x).float().square().mean() / 2).backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert bool(on_disk(session)) == (ram < needed)
+            session.ledger.check()
+            found.append(frozen(model.state_dict()))
+    same(found[1], found[0], "weights")
+
+
 def test_without_a_disk_the_refusal_says_what_one_would_do() -> None:
     model = large()
     needed = _needed(model)

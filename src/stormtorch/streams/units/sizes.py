@@ -104,11 +104,14 @@ def homes_for(
     homes = made(OnDisk(), in_files)
     total = sum(homes.needed.values())
     if disk and adam and (total > free or disk_part):
-        for on_disk in _on_disk(units, free, disk_part):
-            homes = made(on_disk, in_files)
-            total = sum(homes.needed.values())
-            if total <= free:
-                break
+        tried = [made(on_disk, in_files) for on_disk in _on_disk(units, free, disk_part)]
+        totals = [sum(each.needed.values()) for each in tried]
+        # Whether a loop adds micro-batches up shows in its first steps: if possible, their sums have room then.
+        sums = 0 if in_backward else sum(unit.wide_bytes for unit in units if unit.has_wide_form)
+        fit = [at for at, size in enumerate(totals) if size <= free]
+        roomy = [at for at in fit if totals[at] + sums <= free]
+        at = (roomy or fit or [-1])[0]
+        homes, total = tried[at], totals[at]
     if total > free:
         budget = ledger.budgets[Tier.HOST]
         parts = ", ".join(f"{tag.name} {format_bytes(size)}" for tag, size in homes.needed.items() if size)
