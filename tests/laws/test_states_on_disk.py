@@ -159,6 +159,7 @@ def test_same_as_in_ram(loop: dict[str, Any], dtype: torch.dtype, tmp_path: Path
     every.check(ram)
 
 
+@pytest.mark.daily("offload")
 @pytest.mark.parametrize("activations", ["offload", "recompute", "auto"])
 def test_with_activations(activations: str, tmp_path: Path, device: torch.device) -> None:
     ram, every = histories(

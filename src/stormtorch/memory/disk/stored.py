@@ -1,6 +1,6 @@
 """A range of a scratch file as tensors: mapped, for code that wants tensors, or read and written in pieces.
 
-A mapping takes RAM only for pages that somebody has touched, and the system may take these back. `sync` and `drop` give
+A mapping takes RAM only for pages that were touched, and the system may take these back. `sync` and `drop` give
 them back at once. Direct I/O goes past the mapping, so its caller drops what the mapping has before it is used again.
 
 A page of a mapping that the disk cannot read ends the process with SIGBUS. Code that moves whole tensors, such as a
