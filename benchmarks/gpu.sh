@@ -19,6 +19,8 @@
 #   experts            one sequence from 30e9 weights, a mixture of 128 experts, in 12 GiB                 ~200
 #   vocabulary         large vocabularies within small budgets                                             ~300
 #   first-loss         seconds from a model's files to the first loss                                      ~100
+#   disk               3e9 parameters with no, 30 % and all states on disk, beside the disk's own rate     ~260
+#   disk-large         11e9 parameters in full, as much on disk as 100 GiB of RAM are short of             ~400
 #   models[:CASE,...]  models of transformers and diffusers, each beside resident and FSDP2; CASE is MODEL[:SHAPE];
 #                      a model and a shape take ~250
 # or a group of them, which fits into 600 seconds, with 2 rounds and two folders in OLD:
@@ -109,6 +111,8 @@ run() {
       ;;
     generate) python3 -m benchmarks.inference link storm-no-cudnn storm accelerate --tokens 20 --warm 12 --limit 62 --commit "$commit" --out "$work/generate" ;;
     experts) python3 -m benchmarks.inference link storm-no-cudnn accelerate --size moe-30b --vram 12GiB --tokens 32 --warm 12 --limit 170 --commit "$commit" --out "$work/experts" ;;
+    disk) python3 -m benchmarks.disk --steps 2 --limit 180 --commit "$commit" --out "$work/disk" ;;
+    disk-large) python3 -m benchmarks.disk needed --size 11b --vram 16GiB --ram 100GiB --micro-batch 4 --steps 3 --limit 540 --commit "$commit" --out "$work/disk-large" ;;
     models | models:*)
       words=${1#models}
       words=${words#:}

@@ -1,9 +1,9 @@
 """``python -m benchmarks.disk [CASE ...]``: what a step costs with optimizer states on disk.
 
-A case is a share of the units whose states lie there: ``ram`` (none, without a disk), ``30%``, ``all``. Each has a
-process of its own, and measures the disk's rate, reading and writing at once by plain direct I/O, before and after its
-steps. "least" is what a step needs at least: the time of the ``ram`` case, or the bytes at the better of both rates.
-With ``--accumulate N``, a step has N micro-batches.
+A case is a share of the units whose states lie there: ``ram`` (none, without a disk), ``needed`` (as many as ``--ram``
+is short of), ``30%``, ``all``. Each has a process of its own, and measures the disk's rate, reading and writing at once
+by plain direct I/O, before and after its steps. "least" is what a step needs at least: the time of the ``ram`` case, or
+the bytes at the better of both rates. With ``--accumulate N``, a step has N micro-batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.about import ROOT, commit, machine
 from benchmarks.watched import watch
 
-PARTS = {"ram": 0.0, "30%": 0.3, "all": 1.0}
+PARTS = {"ram": None, "needed": 0.0, "30%": 0.3, "all": 1.0}
 _COLUMNS = (
     "case", "parameters", "micro-batches", "step s", "least s", "of least", "GB a step", "disk GB/s", "hidden",
     "VRAM GiB", "anonymous RAM GiB", "loss",
@@ -30,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.disk", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(PARTS)} (default: all of them)")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(PARTS)} (default: ram 30%% all)")
     parser.add_argument("--size", default="3b", choices=("tiny", "3b", "7b", "11b"), help="model (default: 3b)")
     parser.add_argument("--directory", default=tempfile.gettempdir(), metavar="DIR", help="on the disk to measure")
     parser.add_argument("--micro-batch", type=int, default=8, metavar="N", help="sequences (default: 8)")
@@ -58,7 +58,7 @@ def main() -> int:
         file.with_suffix(".part").replace(file)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the case running ends too
-    return _all(options.cases or list(PARTS), options)
+    return _all(options.cases or ["ram", "30%", "all"], options)
 
 
 def _all(cases: list[str], options: argparse.Namespace) -> int:

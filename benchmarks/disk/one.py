@@ -21,20 +21,20 @@ from stormtorch.streams.settings import Settings, Trial
 _WARM_STEPS = 2
 
 
-def measure(part: float, options: argparse.Namespace) -> dict[str, Any]:
-    """``part``: of the units whose states lie on disk."""
+def measure(part: float | None, options: argparse.Namespace) -> dict[str, Any]:
+    """``part``: of the units whose states lie on disk, at least; None: there is no disk."""
     device, size = torch.device(options.device), SIZES[options.size]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        rates = [_rate(Path(folder))] if part else []
+        rates = [_rate(Path(folder))] if part is not None else []
         model = build(size, dtype=dtype, device=torch.device("cpu"), checkpointing=True)
         batches = [batch(size, options.micro_batch, device) for _ in range(options.accumulate)]
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         vram = options.vram if device.type == "cuda" else "64MiB"
-        more = {"disk": folder, "ram": options.ram} if part else {}
+        more = {"disk": folder, "ram": options.ram} if part is not None else {}
         settings = Settings(vram=vram, device=str(device), step=options.step, **more)
         losses, times = list[float](), list[float]()
-        with Session(model, optimizer, settings, trial=Trial(disk_part=part)) as session:
+        with Session(model, optimizer, settings, trial=Trial(disk_part=part or 0.0)) as session:
             for _ in range(_WARM_STEPS + options.steps):
                 start_s = time.perf_counter()
                 total = torch.zeros((), device=device)
@@ -52,7 +52,7 @@ def measure(part: float, options: argparse.Namespace) -> dict[str, Any]:
             report = session.report()
             print(report, session.plan, sep="\n", flush=True)
             anonymous = _anonymous_bytes()
-        if part:
+        if part is not None:
             rates.append(_rate(Path(folder)))
     disk = report.disk
     return {
