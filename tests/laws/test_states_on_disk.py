@@ -314,6 +314,20 @@ def test_training_goes_on_after_close(tmp_path: Path) -> None:
     same(frozen(streamed.optimizer.state_dict()), frozen(plain.optimizer.state_dict()), "states")
 
 
+def test_states_that_nothing_will_use_are_not_read_again(tmp_path: Path) -> None:
+    """As at the end of `storm train`: closing moves no states, and the model is ordinary."""
+    with two(CHAIN, tmp_path, dtype=torch.bfloat16) as (_, streamed, session):
+        for number in range(2):
+            streamed.step(number)
+        session.synchronize()
+        session._keeps_states = False
+        before = _units(session)[0].regions[0].bytes.clone()
+        mapped = _units(session)[0].regions[0].bytes
+    assert torch.equal(mapped, before), "states were narrowed"
+    assert not streamed.optimizer.state
+    CHAIN.loss(streamed.model, CHAIN.batch(0))
+
+
 # --- checkpoints
 
 

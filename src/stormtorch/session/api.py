@@ -84,6 +84,7 @@ class Session:
         started_s = time.perf_counter()
         self._model, self._settings, self._closed = model, settings, False
         self._last_plan: Plan | None = None  # of a session that is closed
+        self._keeps_states = True  # in the optimizer, after `close`
         self._parts = parts = open_parts(model, optimizer, settings, trial)
         self.device, self.ledger, self.units = parts.ground.device, parts.ground.ledger, parts.ground.units
         self.saving = parts.schedule.saving
@@ -172,6 +173,8 @@ class Session:
             if self._parts.access.is_interrupted():
                 raise inside_step("close the session")
             self._closed, self._last_plan = True, self.plan  # the parts forget what they have decided
+            if not self._keeps_states and self._parts.optimizer is not None:
+                self._parts.optimizer.states.discard()
             self._parts.ground.endings.run()
 
     def __enter__(self) -> Self:

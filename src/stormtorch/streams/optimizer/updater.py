@@ -54,6 +54,9 @@ class ShownStates:
     def after_release(self) -> None:
         """Give states the parameters' dtypes, in a way that works once."""
 
+    def discard(self) -> None:
+        """Nothing will use the states after the session: do not make them ordinary tensors when it ends."""
+
 
 class StatesOnDevice:
     """Memory of the pool for states that are kept on the device, or pass through it. By default there are none."""

@@ -70,6 +70,7 @@ def open_model(
     watcher.say(describe_schedule(settings, data.total, data.rows.rows))
     optimizer = make_optimizer(built.model, settings)
     session = ends.enter_context(Session(built.model, optimizer, _stream_settings(settings, device)))
+    session._keeps_states = False  # checkpoints have them, and the run ends with the session
     began_s = time.perf_counter()
     if built.weights is not None:
         load_weights(built.model, built.weights)

@@ -48,6 +48,7 @@ class AdamStates(ShownStates):
         self._place = {id(place.parameter): place for home in homes for place in home.unit.places}
         self._taken: dict[nn.Parameter, dict[str, Any]] = {}  # kept while torch loads the other states
         self._not_written: set[int] = set()  # parameters without later writes, as a state dict is about to be loaded
+        self._is_discarded = False
         self._shown: dict[int, dict[str, Any]] = {}  # the entries we have put into optimizer.state, by parameter
 
     def take_over(self) -> None:
@@ -133,7 +134,14 @@ class AdamStates(ShownStates):
         if error is not None:
             raise error
 
+    def discard(self) -> None:
+        self._is_discarded = True
+
     def _narrow_unit(self, home: AdamHome) -> None:
+        if self._is_discarded:  # to read and write states on disk once more would take a minute for 80 GB
+            for place in home.unit.trained:
+                self._optimizer.state.pop(place.parameter, None)
+            return
         self._state_home.refresh(home.unit)
         for place in home.unit.trained:
             state = self._optimizer.state.get(place.parameter)
