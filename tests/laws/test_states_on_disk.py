@@ -314,6 +314,23 @@ def test_training_goes_on_after_close(tmp_path: Path) -> None:
     same(frozen(streamed.optimizer.state_dict()), frozen(plain.optimizer.state_dict()), "states")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_states_after_close_have_the_dtypes_of_the_weights(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stormtorch.streams.optimizer.adam.shown._AT_ONCE", 100)
+    left = []
+    for disk in (None, tmp_path):
+        model = CHAIN.build(dtype)
+        side = Side(model, adamw(model), CHAIN, torch.device("cpu"))
+        with open_on_disk(model, side.optimizer, disk, part=float(disk is not None)) as side.session:
+            for number in range(2):
+                step_of(side, number)
+        left.append(frozen(side.optimizer.state_dict()))
+        assert {state["exp_avg"].dtype for state in side.optimizer.state.values()} == {dtype}
+    same(left[1], left[0], "states")
+
+
 def test_states_that_nothing_will_use_are_not_read_again(tmp_path: Path) -> None:
     """As at the end of `storm train`: closing moves no states, and the model is ordinary."""
     with two(CHAIN, tmp_path, dtype=torch.bfloat16) as (_, streamed, session):

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from ....core.errors import StorageError
+from ....memory.disk.buffers import bytes_of
+from ....memory.disk.stored import StoredTensor
 from ...bridge.torch_private import without_torch_function
 from ...gradients.stream import GradientStream
 from ...home.parameter import Access, HomeView, home_view, joined, plain
@@ -25,6 +27,8 @@ from ..updater import MASTER, ShownStates, Snapshot, Updater
 from .home import AdamHome
 from .masters import Masters
 from .state_home import MOMENTS, StateHome
+
+_AT_ONCE = 2 << 20  # elements of a file that are converted together
 
 
 class AdamStates(ShownStates):
@@ -149,9 +153,8 @@ class AdamStates(ShownStates):
                 state.pop(MASTER, None)
                 mine = self._state_home.shown(place)
                 for name in MOMENTS:
-                    state[name] = _narrow(mine[name], place)
-                if place.dtype != torch.float32:
-                    self._state_home.written(place)
+                    stored = self._state_home.stored_tensor(place, name)
+                    state[name] = _narrow(mine[name], place, stored)
 
     def _show(self, place: Place, before: Mapping[str, Any] | None = None) -> None:
         """Make our entry for a parameter; additional items of ``before`` remain in it."""
@@ -212,9 +215,16 @@ class AdamStates(ShownStates):
                 view._storm_kind = "past"
 
 
-def _narrow(wide: torch.Tensor, place: Place) -> torch.Tensor:
+def _narrow(wide: torch.Tensor, place: Place, stored: StoredTensor | None) -> torch.Tensor:
     if place.dtype == torch.float32:
         return wide
     target = place.view(wide.as_strided((place.count,), (1,)).view(torch.uint8), 0, place.dtype)
-    target.copy_(wide.to(place.dtype))
+    if stored is None:
+        target.copy_(wide.to(place.dtype))
+        return target
+    buffer = torch.empty(min(place.count, _AT_ONCE), dtype=torch.float32)
+    for at in range(0, place.count, _AT_ONCE):
+        part = buffer[: place.count - at]
+        stored.read(bytes_of(part), 4 * at)
+        stored.write(bytes_of(part.to(place.dtype)), place.dtype.itemsize * at)  # never ahead of what is read
     return target
