@@ -68,7 +68,7 @@ class Late(PythonThread):
 
     def _run_one(self) -> bool:
         if self.jobs:
-            time.sleep(4e-3)
+            time.sleep(1e-2)
         return super()._run_one()
 
 
