@@ -476,6 +476,15 @@ def test_what_it_says_would_suffice_does(tmp_path: Path) -> None:
         assert on_disk(session) == len(session.units)
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_refusal_where_no_streamed_parameter_is_trained(on_disk: bool, tmp_path: Path) -> None:
+    """All that the optimizer has remains on the device: a disk has nothing to hold."""
+    model = large().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[11].requires_grad_(True).parameters())  # type: ignore[index]
+    with pytest.raises(OutOfBudget, match=r"Raise it to at least \d+[KM]iB, or train"):
+        storm.stream(model, optimizer, ram=MiB, device="cpu", disk=tmp_path if on_disk else None, leave=["11"])
+
+
 def test_too_little_disk(tmp_path: Path) -> None:
     model = large()
     with pytest.raises(OutOfBudget, match=r"Cannot hold .* of optimizer states on disk .*disk_limit='1MiB'"):

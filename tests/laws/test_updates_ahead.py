@@ -462,7 +462,7 @@ def test_an_array_of_a_gradient_that_user_code_writes_to() -> None:
                         assert grad is not None
                         arrays[id(side)] = grad.numpy()
             if arrays:
-                pair.session.synchronize()  # who writes through an array waits for nobody
+                pair.session.synchronize()  # a write through an array does not wait
             for array in arrays.values():
                 array[...] *= 0.5
             pair.both(lambda side: (side.optimizer.step(), side.optimizer.zero_grad())[1])

@@ -103,7 +103,8 @@ def homes_for(
         in_files = left_in_files(chosen, max(0, spare(chosen)))
     homes = made(OnDisk(), in_files)
     total = sum(homes.needed.values())
-    if disk and adam and (total > free or disk_part):
+    has_states = adam and any(unit.state_count for unit in units)
+    if disk and has_states and (total > free or disk_part):
         tried = [made(on_disk, in_files) for on_disk in _on_disk(units, free, disk_part)]
         totals = [sum(each.needed.values()) for each in tried]
         # Whether a loop adds micro-batches up shows in its first steps: if possible, their sums have room then.
@@ -182,7 +183,7 @@ def _remedy(units: list[Unit], homes: Homes, total: int, *, disk: bool, in_backw
     """What would help, with the RAM that it needs."""
     lora = "or train an adapter (LoRA) instead of all weights"
     raising = f"Raise it to at least {as_setting(total)}"
-    if homes.adam and not disk:
+    if homes.adam and not disk and any(unit.state_count for unit in units):
         *_, all_on_disk = _on_disk(units, 64 * MiB, 1.0)
         least = _homes(units, all_on_disk, optimizer=True, adam=True)
         least = _with_ring(least, units) if in_backward else least
@@ -193,7 +194,8 @@ def _remedy(units: list[Unit], homes: Homes, total: int, *, disk: bool, in_backw
         )
     if disk and not in_backward:
         ring = sum(_with_ring(homes, units).needed.values())
-        return f'{raising}, or take step="backward", which needs {as_setting(ring)}, {lora}.'
+        if ring < total:
+            return f'{raising}, or take step="backward", which needs {as_setting(ring)}, {lora}.'
     return f"{raising}, {lora}."
 
 

@@ -107,8 +107,7 @@ class Ahead:
         self._never: set[int] = set()  # units
         self._before = 0, 0  # updates begun, and taken over, until the last step
         self._were_offered = False  # to that step
-        # Says to jobs of this step that have not begun that nobody wants them. Each step has its own word: a job that a
-        # step has taken over must run.
+        # Drops the jobs of this step that have not begun. Each step has its own: a job that it took over must run.
         self._dropped = ctypes.c_uint32()
 
     # --- memory
@@ -255,7 +254,7 @@ class Ahead:
 
     def take_over(self, home: AdamHome, begun: Begun, grads: GradHome) -> None:
         """Take what an update has made, or will have made: its states at once, its weights by copies, which begin when
-        ``grads.arrived`` says that nobody reads the old ones."""
+        ``grads.arrived`` says that no load reads the old ones."""
         self.taken_over += 1
         unit, priority = home.unit, home.unit.index
         for run, (made, value) in zip(begun.runs, begun.flags, strict=True):
