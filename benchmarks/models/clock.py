@@ -19,7 +19,7 @@ from stormtorch.observe.report import gpu_time
 
 from .settled import is_settled
 
-MOST_WARM = 32  # STORM compares plans from the 8th step on
+MOST_WARM = 56  # STORM compares plans from the 8th step on, and steps with and without updates ahead until the 51st
 
 
 class Clock:

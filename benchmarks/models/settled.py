@@ -1,4 +1,4 @@
-"""When STORM's plans for activations have settled, so that steps are alike."""
+"""When STORM has settled on how activations and updates are handled, so that steps are alike."""
 
 from __future__ import annotations
 
@@ -11,5 +11,8 @@ def planning_of(session: Any) -> Any:
 
 
 def is_settled(session: Any) -> bool:
+    sparing = None if session is None else session._parts.tuning._sparing
+    if sparing is not None and not sparing.is_over:
+        return False
     planning = planning_of(session)
     return planning is None or (planning.comparisons > 0 and planning._comparison is None)

@@ -314,6 +314,39 @@ def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trainable, **{"lr": 1e-2, "weight_decay": 0.1, "fused": True, **settings})
 
 
+class StepsAtHome(torch.optim.AdamW):
+    """Keeps its states on the CPU and steps there, wherever the parameters are: torch rounds otherwise in CUDA's kernel
+    than in the CPU's, whose bits STORM gives on both."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        there = [(p, p.data, p.grad) for group in self.param_groups for p in group["params"]]
+        for parameter, data, grad in there:
+            parameter.grad = None  # it must be where the parameter is
+            parameter.data = data.cpu()
+            parameter.grad = None if grad is None else grad.cpu()
+        super().step()
+        for parameter, data, grad in there:
+            data.copy_(parameter)
+            parameter.grad = None
+            parameter.data = data
+            parameter.grad = grad
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state.update({name: value.cpu() for name, value in state.items()})
+
+
+def at_home(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """For the plain side on a GPU: an AdamW with the same groups, which steps on the CPU. Others remain."""
+    if type(optimizer) is not torch.optim.AdamW or optimizer.param_groups[0]["params"][0].device.type == "cpu":
+        return optimizer
+    assert optimizer.param_groups[0]["fused"]
+    return StepsAtHome(optimizer.param_groups, fused=True)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Two roundings at most, the same on every device."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -619,7 +652,7 @@ class Pair:
         device = torch.device(device)
         model = case.build()
         twin = copy.deepcopy(model).to(device)
-        self.plain = Side(twin, optimizer(twin), case, device)
+        self.plain = Side(twin, at_home(optimizer(twin)), case, device)
         self.streamed = Side(model, optimizer(model), case, device)
         if before is not None:
             before(self.plain)

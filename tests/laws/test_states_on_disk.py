@@ -42,6 +42,7 @@ from .models import (
     Case,
     Side,
     adamw,
+    at_home,
     frozen,
     jitter,
     one_thread,  # noqa: F401  # a fixture
@@ -60,6 +61,12 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of these small models have several chunks."""
     monkeypatch.setattr(sizes, "_LEAST_CHUNK", GRAIN)
     monkeypatch.setattr(sizes, "_MOST_CHUNK", GRAIN)
+
+
+@pytest.fixture(autouse=True)
+def _one_order_of_adding_up() -> Iterator[None]:
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+        yield
 
 
 def open_on_disk(
@@ -106,7 +113,7 @@ def two(case: Case, disk: Path | list[Path], **more: Any) -> Iterator[tuple[Side
     sides = []
     for place in (device, torch.device("cpu")):
         model = case.build(dtype).to(place)
-        sides.append(Side(model, adamw(model), case, device))
+        sides.append(Side(model, at_home(adamw(model)), case, device))
     with open_on_disk(sides[1].model, sides[1].optimizer, disk, **more) as session:
         sides[1].session = session
         yield sides[0], sides[1], session

@@ -35,7 +35,8 @@ def _kernel(native: object) -> None:  # noqa: ARG001  the bits to compare with a
 
 
 def on_gpu(tensors: AdamTensors) -> AdamTensors:
-    named: dict[str, torch.Tensor | None] = {f.name: getattr(tensors, f.name) for f in dataclasses.fields(tensors)}
+    given = [field.name for field in dataclasses.fields(tensors) if field.init]
+    named: dict[str, torch.Tensor | None] = {name: getattr(tensors, name) for name in given}
     moved: dict[str, Any] = {name: None if tensor is None else tensor.cuda() for name, tensor in named.items()}
     return AdamTensors(**moved)
 

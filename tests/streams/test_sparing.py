@@ -135,6 +135,8 @@ def test_a_whole_run(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
                 units.append(adam.ahead_units)
             assert units[3] == 0
             assert units[8] > 0
+            assert session._parts.tuning._sparing is not None
+            assert session._parts.tuning._sparing.is_over
             assert bool(units[-1]) == (gain > 1)
             assert adam.ahead.taken_over > 0
             assert ("updated in backward" in str(session.plan.optimizer)) == (gain > 1)

@@ -31,18 +31,21 @@ class Sparing:
 
     def __init__(self, updater: Updater, worker: Worker, ledger: Ledger, recorder: Recorder) -> None:
         self._updater, self._worker, self._ledger, self._recorder = updater, worker, ledger, recorder
+        self.is_over = False  # nothing changes any more
 
     def after_step(self, steps: int) -> bool:
         """``steps`` have ended since the optimizer's states could be copied by lanes. Whether updates ahead were given
         up now."""
         if steps == _AT:
             self._begin()
+            self.is_over = not self._updater.ahead_units
         elif not self._updater.ahead_units:
             return False
         elif steps == _WITH[-1]:
             self._updater.pause_ahead(_WITHOUT[-1] - steps)
         elif steps == _WITHOUT[-1]:
             self._judge()
+            self.is_over = True
         return not self._updater.ahead_units and steps > _AT
 
     def _begin(self) -> None:
