@@ -23,7 +23,7 @@ from stormtorch.streams.optimizer.adam import ahead
 from stormtorch.streams.optimizer.adam.ahead import Ahead
 
 from ..thinning import daily
-from .models import CHAIN, LLAMA, OTHERS, Case, Pair, Side, cross_entropy, frozen, one_thread, same  # noqa: F401  # a fixture
+from .models import CHAIN, LLAMA, OTHERS, Case, Pair, Side, cross_entropy, frozen, one_thread, same, tight  # noqa: F401  # a fixture
 from .models import tokens as tokens_of
 
 DROPPING = next(case for case in OTHERS if case.name == "dropout")
@@ -517,6 +517,30 @@ def test_clipping_by_torch_and_then_by_the_session(is_ahead: bool) -> None:
         pair.check()
 
 
+@pytest.mark.parametrize("part", [0.5, 1.0])
+def test_the_device_updates_what_backward_does_not(part: float, device: torch.device) -> None:
+    vram = 2 * tight(CHAIN.build()) * (4 if device.type == "cuda" else 1)
+    with Pair(CHAIN, device=device, vram=vram, seed=1) as pair:
+        adam = pair.session._parts.adam
+        assert adam is not None
+        adam.there.share(part, 4 << 20, early=True)
+        pair.steps(2)
+        last = adam.homes[-4:]
+        adam.spare(sum(home.unit.state_count for home in last), 1 << 40)
+        assert adam.ahead.units == [home.unit for home in reversed(last)]
+        pair.steps(2, 2)  # units that the device updates remain its own until the work is divided again
+        adam.there.share(part, 4 << 20, early=True)
+        pair.steps(4, 4)
+        assert adam.taken_over
+        assert any(home.on_device for home in adam.homes)
+        assert not any(home.on_device for home in last)
+        adam.stop_ahead()
+        adam.there.share(1.0, 4 << 20, early=True)
+        assert all(home.on_device for home in adam.homes if home.unit.trained)
+        pair.steps(3, 8)
+        pair.check()
+
+
 def test_units_that_move_to_the_device() -> None:
     """Lanes copy states of the first set only, whose memory is known to be page-locked."""
     with Pair(CHAIN, ahead=True, vram=8 << 20) as pair:
@@ -524,6 +548,9 @@ def test_units_that_move_to_the_device() -> None:
         assert adam is not None
         pair.steps(4)
         assert any(adam.state_home.is_exchanged(home.unit) for home in adam.homes)
+        adam.there.share(0.5, 4 << 20, early=True)
+        assert not any(home.on_device for home in adam.homes)  # all have a spare
+        adam.stop_ahead()
         adam.there.share(0.5, 4 << 20, early=True)
         moved = [home for home in adam.homes if home.on_device]
         assert moved

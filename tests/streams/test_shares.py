@@ -16,9 +16,10 @@ def share(
     step: float = 1.0,
     stalled: float | None = None,
     now: float = 0.0,
+    ahead: float = 0.0,
 ) -> float:
     rates = Rates(cpu_elements_per_s=cpu, load_bytes_per_s=link, cpu_busy_s=busy, step_s=step, stalled_s=stalled)
-    part, reason = device_share(rates, mode=mode, share=now, weight_bytes=2, state_bytes=12)
+    part, reason = device_share(rates, mode=mode, share=now, weight_bytes=2, state_bytes=12, ahead=ahead)
     assert f"{part:.0%}" in reason
     return part
 
@@ -28,6 +29,14 @@ def test_in_forward_both_end_together() -> None:
     assert (1 - part) / 4e9 == pytest.approx((2 + 12 * part) / 50e9)
     assert share("forward", cpu=1e9) > part > share("forward", link=10e9)
     assert share("forward", cpu=1e12) == 0
+
+
+def test_with_updates_ahead_the_rest_is_divided() -> None:
+    """The CPU copies the weights of those home, and all weights are loaded."""
+    part = share("forward", ahead=0.5)
+    assert (0.5 * (1 - part) + 0.5 * 4 / 26) / 4e9 == pytest.approx((2 + 12 * 0.5 * part) / 50e9)
+    assert share("forward", ahead=0.9, link=30e9) == 0  # to load the weights takes longer than what the CPU has left
+    assert share("forward", ahead=1.0) == 0
 
 
 def test_in_backward_the_cpu_does_what_fits_into_a_step() -> None:

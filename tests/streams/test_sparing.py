@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ class Told:
     """An updater that notes what it is told."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.ahead_units, self.calls, self.error = 0, list[tuple[Any, ...]](), error
+        self.ahead_units, self.taken_over, self.calls, self.error = 0, 0, list[tuple[Any, ...]](), error
 
     def spare(self, elements: float, most_bytes: int) -> None:
         if self.error is not None:
@@ -50,8 +51,11 @@ def run(
     waits_s: float = 0.1,
     with_s: float = 0.9,
     without_s: float = 1.0,
+    before_s: float = 1.0,
+    clips: Callable[[int], bool] = lambda _: False,
 ) -> list[tuple[Any, ...]]:
-    """Steps of a session, which take ``with_s`` where backward begins updates; the CPU updates 2e9 in a second."""
+    """Steps of a session, which take ``with_s`` where backward begins updates, and ``before_s`` before there are any;
+    the CPU updates 2e9 in a second. Steps that clip drop updates."""
     recorder, worker = Recorder(), SimpleNamespace(threads=4)
     worker.stats = lambda: SimpleNamespace(elements=8 * 10**9, busy_s=16.0)
     ledger: Any = SimpleNamespace(free_bytes=lambda _tier: 20 * GIB)
@@ -59,7 +63,8 @@ def run(
     sparing, now_s, paused = Sparing(*given, recorder), 0.0, 0
     monkeypatch.setattr("stormtorch.observe.recorder.time.perf_counter", lambda: now_s)
     for number in range(1, steps + 1):
-        now_s += without_s if paused or not updater.ahead_units else with_s
+        now_s += before_s if not updater.ahead_units else without_s if paused else with_s
+        updater.taken_over += 0 if paused or clips(number) else updater.ahead_units
         paused = max(0, paused - 1)
         recorder(Span(What.WAIT, 0.0, waits_s, "updates"))
         recorder.step()
@@ -87,6 +92,23 @@ def test_they_end_where_steps_are_no_faster(monkeypatch: pytest.MonkeyPatch, wit
 def test_the_steps_that_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of one kind: a gain of little more than what is asked for is found."""
     assert [call[0] for call in run(monkeypatch, Told(), with_s=0.985)] == ["spare", "pause"]
+
+
+def test_they_must_be_faster_than_before_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step that begins none, the CPU has updates that the device shared before."""
+    assert [call[0] for call in run(monkeypatch, Told(), before_s=0.9, without_s=1.2)] == ["spare", "pause", "stop"]
+
+
+def test_they_end_where_steps_begin_to_clip_and_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = run(monkeypatch, Told(), steps=1300, clips=lambda number: 200 < number < 700)
+    # Tried after 530 steps, once more while steps clip, and after 1530.
+    assert [call[0] for call in calls] == ["spare", "pause", "stop", "spare", "pause", "stop"]
+    assert [call[0] for call in run(monkeypatch, Told(), steps=1300, clips=lambda n: n % 2 > 0)] == ["spare", "pause"]
+
+
+def test_it_is_tried_again_where_nobody_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [call[0] for call in run(monkeypatch, Told(), steps=600, before_s=20.0, with_s=1.0)] == []
+    assert [call[0] for call in run(monkeypatch, Told(), steps=600, with_s=1.0)] == ["spare", "pause", "stop"] * 2
 
 
 def test_other_programs_have_the_ram(monkeypatch: pytest.MonkeyPatch) -> None:

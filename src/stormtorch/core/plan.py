@@ -150,7 +150,8 @@ class StepMode(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerShare(Choice):
-    """Where updates run. Units whose states are resident are updated on the device, and this share of the others."""
+    """Where updates run. Units whose states are resident are updated on the device. Of the others, so is this share of
+    those that backward does not update."""
 
     device_share: float
 

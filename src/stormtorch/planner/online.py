@@ -65,6 +65,7 @@ class Tuning:
         self.foreign_bytes = 0  # other memory of the process on the device, not part of the session's budget
         self._is_measured = False  # the pool has been given what activations leave, or refused it
         self._share_choice = Choice(reason="on the CPU", origin=Origin.PLANNED)
+        self._rates: Rates | None = None  # that the share was chosen by
         self._sparing: Sparing | None = None
 
     @property
@@ -114,8 +115,10 @@ class Tuning:
             self._travels = self._can_travel()
             self._undecided_steps = max(0, self.steps - _SHARE_AT[0])
         age = self.steps - self._undecided_steps if self._travels is not None else 0
-        # With updates ahead, the CPU's rate is another, and the share that was right without them remains.
+        # With updates ahead the CPU's rate is another: what was measured without them remains right.
         self._is_share_due = age in _SHARE_AT and not self._updater.ahead_units
+        if self._is_share_due:
+            self._rates = None
         # Not before ``can_travel`` is known: weights would take the room of states, which are copied more often. And
         # before the share is chosen, which needs that room.
         if self.meter is not None and (age in _GROW_AT or self._is_growth_due):
@@ -126,7 +129,7 @@ class Tuning:
         if age == _GROW_AT[-1]:
             self._grown_at = self.steps
         if self._sparing is not None and self._sparing.after_step(age):
-            self._is_share_due = True
+            self._is_share_due = True  # by the rates that are known
         if self._mode == "backward":
             self._divide(gradients)
 
@@ -214,11 +217,12 @@ class Tuning:
             why = "on the CPU: states in flight to the device had no room beside the weights"
             choice = Choice(reason=why, origin=Origin.MEASURED)
         count, ahead = len(self._partition.units), self._updater.ahead_units
-        kept = f"{len(there.kept_units)} of {count} units kept on the device; of the rest "
-        early = f"; {ahead} of {count} units updated in backward, into {format_bytes(self._updater.spare_bytes)} of RAM"
+        spare = format_bytes(self._updater.spare_bytes)
+        others = [f"{len(there.kept_units)} of {count} units kept on the device"] if there.kept_units else []
+        others += [f"{ahead} of {count} units updated in backward, into {spare} of RAM"] if ahead else []
         return OptimizerShare(
             device_share=there.share_now,
-            reason=(kept if there.kept_units else "") + choice.reason + (early if ahead else ""),
+            reason=(f"{'; '.join(others)}; of the rest " if others else "") + choice.reason,
             origin=choice.origin,
         )
 
@@ -228,6 +232,27 @@ class Tuning:
         there = self._updater.there
         if there.gave_way:
             return
+        rates = self._rates = self._measured_rates(in_ring=in_ring) if self._rates is None else self._rates
+        units = self._partition.units
+        count = max(1, sum(unit.state_count for unit in units))
+        states = sum(8 * unit.state_count + unit.master_bytes + unit.grad_bytes for unit in units)
+        share, reason = device_share(
+            rates,
+            mode="backward" if self._mode == "backward" else "forward",
+            share=there.share_now,
+            weight_bytes=sum(unit.image_bytes for unit in units) / count,
+            state_bytes=states / count,
+            ahead=self._updater.ahead_elements / count,
+        )
+        self._share(share)
+        if share and not there.share_now:
+            reason = f"on the CPU: the pool has no room for states in flight; otherwise {reason}"
+        origin = Origin.MEASURED if rates.are_known else Origin.PLANNED
+        self._share_choice = Choice(reason=reason, origin=origin)
+
+    def _measured_rates(self, *, in_ring: bool) -> Rates:
+        """Rates since they were measured last."""
+        assert self._worker is not None
         totals, worker = self._recorder.snapshot(), self._worker.stats()
         past_totals, past_busy_s, past_elements = self._past
         self._past = (totals, worker.busy_s, worker.elements)
@@ -236,29 +261,14 @@ class Tuning:
         between = max(1, min(steps, len(ends) - 1))  # the start of the first step is unknown
         busy_s = (worker.busy_s - past_busy_s) / self._worker.threads
         loads, states_in = link_rates(totals)[1], lane_rate(totals, "aside", since=past_totals)
-        units = self._partition.units
-        count = max(1, sum(unit.state_count for unit in units))
-        states = sum(8 * unit.state_count + unit.master_bytes + unit.grad_bytes for unit in units)
         stalled_s = totals.waits_s.get(_STALL, 0.0) - past_totals.waits_s.get(_STALL, 0.0)
-        rates = Rates(
+        return Rates(
             cpu_elements_per_s=(worker.elements - past_elements) / busy_s if busy_s > 0 else 0.0,
             load_bytes_per_s=min(loads, states_in) if states_in else loads,  # states share RAM with the CPU
             cpu_busy_s=busy_s / steps,
             step_s=(ends[-1] - ends[-1 - between]) / between,
             stalled_s=stalled_s / max(1, steps) if in_ring else None,
         )
-        share, reason = device_share(
-            rates,
-            mode="backward" if self._mode == "backward" else "forward",
-            share=there.share_now,
-            weight_bytes=sum(unit.image_bytes for unit in units) / count,
-            state_bytes=states / count,
-        )
-        self._share(share)
-        if share and not there.share_now:
-            reason = f"on the CPU: the pool has no room for states in flight; otherwise {reason}"
-        origin = Origin.MEASURED if rates.are_known else Origin.PLANNED
-        self._share_choice = Choice(reason=reason, origin=origin)
 
     def _share(self, share: float) -> None:
         there = self._updater.there

@@ -61,7 +61,7 @@ class ShownStates:
 class StatesOnDevice:
     """Memory of the pool for states that are kept on the device, or pass through it. By default there are none."""
 
-    share_now = 0.0  # the part of the units, of those that are not kept, which is updated on the device
+    share_now = 0.0  # updated on the device, of the units that are not kept and have no memory for updates ahead
     gave_way = False  # permanently
 
     @property
@@ -208,8 +208,18 @@ class Updater:
         return 0
 
     @property
+    def ahead_elements(self) -> int:
+        """How many parameters these have."""
+        return 0
+
+    @property
+    def taken_over(self) -> int:
+        """Updates ahead that steps have taken over, so far."""
+        return 0
+
+    @property
     def spare_bytes(self) -> int:
-        """How much RAM that is."""
+        """How much RAM updates ahead have."""
         return 0
 
     def spare(self, elements: float, most_bytes: int) -> None:

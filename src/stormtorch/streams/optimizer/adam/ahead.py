@@ -113,11 +113,13 @@ class Ahead:
     # --- memory
 
     def spare(self, elements: float, most_bytes: int) -> None:
-        """Backward brings the last units' gradients first: those get the memory, up to so many parameters in all."""
+        """Backward brings the last units' gradients first: those get the memory, up to so many parameters in all.
+
+        Units that the device updates have theirs when its work has been divided again."""
         units, taken = list[Unit](), 0
         for home in reversed(self._homes):
             unit, size = home.unit, sum(regions_for(spare_bytes(home.unit)))
-            if unit.trained and home.state is AdamState.HOME and unit.index not in self._units:
+            if unit.trained and home.state in (AdamState.HOME, AdamState.PASSING) and not home.has_spare:
                 elements, taken = elements - unit.state_count, taken + size
                 if elements < 0 or taken > most_bytes:
                     break
@@ -130,6 +132,7 @@ class Ahead:
             *parts, image = (arena.at(arena.allocate(size)) for size in spare_bytes(unit))
             self._state_home.give_spare(unit, parts)
             self._units[unit.index] = _Unit(image)
+            self._homes[unit.index].has_spare = True
 
     @property
     def units(self) -> list[Unit]:
@@ -150,7 +153,7 @@ class Ahead:
         units = self.units
         self._units.clear()
         for unit in units:
-            self._homes[unit.index].taken = None
+            self._homes[unit.index].taken, self._homes[unit.index].has_spare = None, False
             self._state_home.take_spare(unit)
         while self._arenas:
             self._arenas.pop().close()

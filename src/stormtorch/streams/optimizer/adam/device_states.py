@@ -65,10 +65,14 @@ class DeviceStates(StatesOnDevice):
     def share(self, part: float, room_bytes: int, *, early: bool) -> None:
         """States pass through *sets* of their own, apart from the pool's other pieces: a load of weights must not wait
         for a store of states. With ``early``, sets are filled before the step is called (`stage_early`); the first unit
-        is then among those, so that forward can begin."""
-        passing = [home for home in self._not_kept() if home.unit.trained]
-        for home in passing:
+        is then among those, so that forward can begin. Units with a spare (ahead.py) are the CPU's."""
+        passing = list[AdamHome]()
+        for home in self._not_kept():
             self.unstage(home)  # the worker may change these states next, and chunk sizes may change
+            if home.has_spare:
+                home.state = AdamState.HOME
+            elif home.unit.trained:
+                passing.append(home)
         self._close_sets()
         if part and passing:
             self._open_sets(room_bytes)

@@ -55,6 +55,7 @@ class AdamHome:
     ahead_flags: list[tuple[Flag, int]] = field(default_factory=list)  # of the last one, unless a step took it over
     taken: Begun | None = None  # the last one that a step took over
     loads_seen: int = 0
+    has_spare: bool = False  # memory for updates ahead: the device does none of its updates
 
     def __post_init__(self) -> None:
         self.steps = [0] * len(self.unit.trained)

@@ -273,6 +273,14 @@ class AdamStream(Updater):
         return len(self.ahead.units)
 
     @property
+    def ahead_elements(self) -> int:
+        return sum(unit.state_count for unit in self.ahead.units)
+
+    @property
+    def taken_over(self) -> int:
+        return self.ahead.taken_over
+
+    @property
     def spare_bytes(self) -> int:
         return self.ahead.spare_bytes
 
