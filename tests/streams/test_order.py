@@ -51,6 +51,19 @@ def test_the_turn_to_backward_is_a_use_of_its_own() -> None:
     assert order.distance(2) == 5  # in the next pass
 
 
+def test_whether_a_unit_is_used_again_in_this_pass() -> None:
+    order = Order(3)
+    play(order, [0, 1, 2], [2, 1])
+    order.begin(True)
+    assert all(map(order.comes_again, range(3)))
+    order.visit(0)
+    order.visit(1)
+    assert [order.comes_again(unit) for unit in range(4)] == [False, True, True, False]
+    order.visit(2)
+    order.visit(2, backward=True)
+    assert [order.comes_again(unit) for unit in range(3)] == [False, True, False]
+
+
 def test_what_comes_after_this_pass_is_marked() -> None:
     order = Order(2)
     play(order, [0, 1], [1])

@@ -275,7 +275,7 @@ class Calls:
     @locked
     def _install(self, installed: Installed, in_graph: bool, rows: frozenset[int] | None) -> None:
         for unit in installed.entry.units:
-            stay = self._schedule.use(unit, rows)
+            stay = self._schedule.use(unit, rows, by_call=True)
             installed.units.append(unit)
             self._schedule.hold(unit)
             uses = [use for use in installed.entry.uses if use.place.unit is unit and _takes_twin(use)]

@@ -111,11 +111,12 @@ class Schedule:
 
     @locked
     @outside_functorch
-    def use(self, unit: Unit, rows: frozenset[int] | None = None) -> Stay:
+    def use(self, unit: Unit, rows: frozenset[int] | None = None, *, by_call: bool = False) -> Stay:
         """The unit's weights on the device; compute waits for them. Of fused experts only ``rows``, unless None.
-        Prefetches what comes next."""
+        ``by_call``: of a module, in forward or to recompute. Prefetches what comes next."""
         residency, residence, backward = self.residency, self._residences[unit.index], in_backward()
-        residency.order.visit(unit.index, backward=backward)
+        # A block that is recomputed uses its last unit twice in a row: between the two, the unit must not be evicted.
+        residency.order.visit(unit.index, backward=backward and not by_call)
         before = residency.begin_use(residence)
         if residence.comes_by_rows():
             residency.by_rows = rows is not None
@@ -226,7 +227,7 @@ class Schedule:
             residence = self._residences[index]
             if (in_pass and is_idle and residence.is_current()) or (by_rows and residence.comes_by_rows()):
                 continue
-            if residence.outdated and order.step_comes:
+            if residence.outdated and order.step_comes and not in_pass:
                 continue  # the step will change the weights first
             if not in_pass and in_backward() and self.updater.pending(residence.unit):
                 return  # the load lane would wait for the worker here, and all later loads with it

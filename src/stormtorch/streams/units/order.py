@@ -82,6 +82,11 @@ class Order:
         later = bisect_right(places, self.at)
         return places[later] - self.at if later < len(places) else len(self._past) + places[0] - self.at
 
+    def comes_again(self, unit: int) -> bool:
+        """Whether this pass should use ``unit`` again."""
+        places = self._places.get(unit)
+        return places is not None and places[-1] > self.at
+
     def _follow(self, past: list[int]) -> None:
         self._past, self.at = past, -1
         self.jumps += 1

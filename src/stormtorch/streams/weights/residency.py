@@ -251,9 +251,10 @@ class Residency:
         return residence.stay is not None and not residence.installed and self._distance(residence) > distance
 
     def _distance(self, residence: Residence) -> float:
-        if (residence.outdated and self.order.step_comes) or not residence.is_current():
+        index, order = residence.unit.index, self.order
+        if not residence.is_current() or (residence.outdated and order.step_comes and not order.comes_again(index)):
             return float("inf")
-        return self.order.distance(residence.unit.index)
+        return order.distance(index)
 
     def _keeps(self, residence: Residence) -> bool:
         return residence.unit.index in self.kept and residence.is_current()
