@@ -276,6 +276,8 @@ class Schedule:
             if set(partial.grads) & (home.consumed_places | (home.present if optimizer is not None else set())):
                 raise used_up(home.unit.name)
             self.updater.finish(home.unit)  # the last update reads the gradients that lie there
+            if self.residency.current is self._residences[home.unit.index]:
+                self.residency.current = None  # gradients take its room first, not that of the next unit
             is_part, added = home.awaits_outer_pass(partial), bool(home.present)
             if is_part:
                 # The outer pass updates the unit when it brings the rest, or step() does if there is none.
