@@ -47,7 +47,8 @@ def main() -> int:
     )
     parser.add_argument("--vram", default="14GiB", metavar="SIZE", help="STORM's budget")
     parser.add_argument("--ram", default="auto", metavar="SIZE", help="of STORM's cases with a disk")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="measured, after two (default: 4)")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="measured (default: 4)")
+    parser.add_argument("--warm", type=int, default=2, metavar="N", help="steps before those, at least 1 (default: 2)")
     parser.add_argument("--limit", type=float, default=250, metavar="S", help="seconds that one case may take")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: shows that it runs")
     parser.add_argument("--commit", help="what to write down as the commit where there is no git (default: git's)")
@@ -60,6 +61,8 @@ def main() -> int:
         parser.error(f"no case {unknown[0]!r}; there are {', '.join(CASES)}")
     if options.one is not None:
         _one(options.one[0], Path(options.one[1]), options)
+    if options.warm < 1:
+        parser.error("--warm is at least 1: states are made in the first step")
     if options.accumulate > 1 and options.step == "backward" and any(CASES[case].way == "by_hand" for case in cases):
         parser.error("--accumulate needs --step forward")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the case running ends too

@@ -15,7 +15,7 @@ from stormtorch.session.api import Session
 from stormtorch.streams.settings import Settings, Trial
 
 from .cases import Case
-from .figures import WARM_STEPS, Figures, anonymous_bytes
+from .figures import Figures, anonymous_bytes
 
 
 def measure(case: Case, options: argparse.Namespace, folder: Path) -> Figures:
@@ -29,7 +29,7 @@ def measure(case: Case, options: argparse.Namespace, folder: Path) -> Figures:
     settings = Settings(vram=vram, device=str(device), step=options.step, **more)
     losses, times = list[float](), list[float]()
     with Session(model, optimizer, settings, trial=Trial(disk_part=case.part or 0.0)) as session:
-        for _ in range(WARM_STEPS + options.steps):
+        for _ in range(options.warm + options.steps):
             start_s = time.perf_counter()
             total = torch.zeros((), device=device)
             for tokens, targets in batches:
@@ -49,7 +49,7 @@ def measure(case: Case, options: argparse.Namespace, folder: Path) -> Figures:
         return Figures(
             parameters=size.parameters,
             tokens=options.accumulate * options.micro_batch * size.sequence,
-            step_s=statistics.mean(times[WARM_STEPS:]) + left_s / options.steps,
+            step_s=statistics.mean(times[options.warm :]) + left_s / options.steps,
             times=times,
             losses=losses,
             read_bytes=0 if disk is None else disk.read_bytes,

@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-WARM_STEPS = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:

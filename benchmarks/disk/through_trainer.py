@@ -17,7 +17,7 @@ from stormtorch.session.api import Session
 from stormtorch.streams.settings import Trial
 
 from .cases import Case
-from .figures import WARM_STEPS, Figures, anonymous_bytes
+from .figures import Figures, anonymous_bytes
 
 _MODELS = {"tiny": "tiny", "3b": "llama-3b", "7b": "llama-7b"}
 _SEQUENCE = {"tiny": 128}
@@ -27,8 +27,8 @@ _ROWS = 64
 class _Clock(TrainerCallback):
     """Times the steps after the warm ones, from a moment when nothing is pending to another one."""
 
-    def __init__(self, steps: int) -> None:
-        self._last = WARM_STEPS + steps
+    def __init__(self, warm: int, steps: int) -> None:
+        self._warm, self._last = warm, warm + steps
         self.trainer: Any = None
         self.marks_s = list[float]()  # from the end of the warm steps on; the last one with all that was pending
         self.report: Any = None
@@ -36,11 +36,11 @@ class _Clock(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         session = self.trainer.session
-        if state.global_step in (WARM_STEPS, self._last):
+        if state.global_step in (self._warm, self._last):
             session.synchronize()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        if state.global_step >= WARM_STEPS:
+        if state.global_step >= self._warm:
             self.marks_s.append(time.perf_counter())
         if state.global_step == self._last:
             self.report, self.anonymous_bytes = session.report(), anonymous_bytes()
@@ -56,13 +56,13 @@ def measure(case: Case, options: argparse.Namespace, folder: Path) -> Figures:
     vocabulary = CONFIGS[name][1]["vocab_size"]
     rows = torch.randint(vocabulary, (_ROWS, sequence), generator=torch.Generator().manual_seed(0))
     disk = {"disk": str(folder), "ram": options.ram} if case.part is not None else {}
-    clock = _Clock(options.steps)
+    clock = _Clock(options.warm, options.steps)
     trainer = make(
         model,
         [{"input_ids": row, "labels": row} for row in rows],
         str(folder / "trainer"),
         batch=options.micro_batch,
-        steps=WARM_STEPS + options.steps,
+        steps=options.warm + options.steps,
         storm={"vram": options.vram if on_gpu else "64MiB", **disk},
         callbacks=[clock],
         cpu=not on_gpu,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import shutil
 import statistics
 import time
@@ -22,7 +21,7 @@ from benchmarks.training.methods import ADAMW
 from benchmarks.training.workload import SIZES, batch, build, loss_of
 
 from .cases import Case
-from .figures import WARM_STEPS, Figures, anonymous_bytes, moved_bytes
+from .figures import Figures, anonymous_bytes, moved_bytes
 
 _STATE_BYTES = 16  # on disk for a parameter: fp32 weight, two moments and gradient
 _SUB_GROUP = 100_000_000
@@ -59,7 +58,7 @@ def measure(case: Case, options: argparse.Namespace, folder: Path) -> Figures:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     batches = [batch(size, options.micro_batch, device) for _ in range(options.accumulate)]
     losses, times, moved = list[float](), list[float](), list[tuple[int, int]]()
-    for _ in range(WARM_STEPS + options.steps):
+    for _ in range(options.warm + options.steps):
         start_s = time.perf_counter()
         total = torch.zeros((), device=device)
         for tokens, targets in batches:
@@ -73,11 +72,11 @@ def measure(case: Case, options: argparse.Namespace, folder: Path) -> Figures:
         times.append(time.perf_counter() - start_s)
         moved.append(moved_bytes())
         print(f"{times[-1]:.2f} s, loss {losses[-1]:.4f}", flush=True)
-    read, written = ((moved[-1][kind] - moved[WARM_STEPS - 1][kind]) / options.steps for kind in (0, 1))
+    read, written = ((moved[-1][kind] - moved[options.warm - 1][kind]) / options.steps for kind in (0, 1))
     return Figures(
         parameters=size.parameters,
         tokens=options.accumulate * options.micro_batch * size.sequence,
-        step_s=statistics.mean(times[WARM_STEPS:]),
+        step_s=statistics.mean(times[options.warm :]),
         times=times,
         losses=losses,
         read_bytes=read,
@@ -134,7 +133,7 @@ def _fastest_access(folder: Path) -> dict[str, Any]:
         handle.sync_pread(content, str(file), 0)
         took_s.append((time.perf_counter() - start_s, access))
         handle.free_cpu_locked_tensor(content)
-        os.unlink(file)
+        file.unlink()
         print(f"{2 * _TRIAL_BYTES / took_s[-1][0] / 1e9:.2f} GB/s with {access}", flush=True)
     return min(took_s, key=lambda found: found[0])[1]
 
