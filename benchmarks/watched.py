@@ -18,7 +18,7 @@ from stormtorch.memory.books.limits import host_available_bytes
 
 _POLL_S = 0.1
 _NOTABLE_BYTES = 64 * MiB
-_START_LIMIT_S = 120.0  # imports, the CUDA context, and what a peer compiles at first use
+START_LIMIT_S = 120.0  # imports, the CUDA context, and what a peer compiles at first use
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def watch(
     limit_s: float,
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
-    start_limit_s: float = _START_LIMIT_S,
+    start_limit_s: float = START_LIMIT_S,
 ) -> Watched:
     """Returns when the process has ended; its result is in ``file``. Its output is appended to ``log``.
 

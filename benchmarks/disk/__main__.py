@@ -23,12 +23,12 @@ from typing import Any
 
 from benchmarks.about import ROOT, commit, machine
 from benchmarks.training.packages import put_on_path
-from benchmarks.watched import ready_file, watch
+from benchmarks.watched import START_LIMIT_S, ready_file, watch
 
 from .cases import CASES, DEFAULT
 from .table import text
 
-_COMPILING_S = 400  # before a peer is ready
+_COMPILING_S = 400.0  # before a peer is ready
 
 
 def main() -> int:
@@ -97,8 +97,8 @@ def _all(cases: list[str], options: argparse.Namespace) -> int:
         for case in cases:
             file = Path(folder) / f"{len(rows)}.json"
             command = [sys.executable, "-u", "-m", "benchmarks.disk", *given, "--one", case, str(file)]
-            start_limit = {"start_limit_s": _COMPILING_S} if CASES[case].is_peer else {}
-            watched = watch(command, file, log, title=case, limit_s=options.limit, cwd=ROOT, **start_limit)
+            ready_s = _COMPILING_S if CASES[case].is_peer else START_LIMIT_S
+            watched = watch(command, file, log, title=case, limit_s=options.limit, cwd=ROOT, start_limit_s=ready_s)
             found = {"failed": watched.failed} if watched.failed else json.loads(file.read_text())
             rows.append((case, found | {"ram_bytes": watched.ram_bytes}))
             print(f"{case}: {found.get('failed') or f'''{found['step_s']:.2f} s'''}", file=sys.stderr, flush=True)

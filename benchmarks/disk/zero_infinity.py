@@ -23,7 +23,7 @@ from benchmarks.training.workload import SIZES, batch, build, loss_of
 from .cases import Case
 from .figures import Figures, anonymous_bytes, moved_bytes
 
-_STATE_BYTES = 16  # on disk for a parameter: fp32 weight, two moments and gradient
+_STATE_BYTES, _WEIGHT_BYTES = 16, 2  # on disk for a parameter: fp32 weight, two moments and gradient; bf16 weight
 _SUB_GROUP = 100_000_000
 _TRIAL_BYTES = 512 * 2**20
 # Block size, queue depth, threads: the default, and what the search of its tutorial goes through.
@@ -33,7 +33,7 @@ _ACCESS = ((2**20, 8, 1), (2**20, 32, 8), (8 * 2**20, 32, 8))
 def prepare(case: Case, options: argparse.Namespace, folder: Path) -> None:
     """Refuse what the disk has no room for, then compile."""
     count = SIZES[options.size].parameters
-    needed = count * (_STATE_BYTES + (_weight_bytes(options) if case.weights_on_disk else 0))
+    needed = count * (_STATE_BYTES + (_WEIGHT_BYTES if case.weights_on_disk else 0))
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
@@ -48,7 +48,7 @@ def prepare(case: Case, options: argparse.Namespace, folder: Path) -> None:
 
 def measure(case: Case, options: argparse.Namespace, folder: Path) -> Figures:
     device, size = torch.device(options.device), SIZES[options.size]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = _dtype(case, options)
     access = _fastest_access(folder)
     model = build(size, dtype=dtype, device=torch.device("cpu"), checkpointing=True)
     largest = max(parameter.numel() for parameter in model.parameters())
@@ -94,7 +94,7 @@ def _config(
     return {
         "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_accumulation_steps": options.accumulate,
-        "bf16": {"enabled": options.device == "cuda"},
+        "bf16": {"enabled": _dtype(case, options) == torch.bfloat16},
         "zero_force_ds_cpu_optimizer": True,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
         "aio": access,
@@ -138,5 +138,6 @@ def _fastest_access(folder: Path) -> dict[str, Any]:
     return min(took_s, key=lambda found: found[0])[1]
 
 
-def _weight_bytes(options: argparse.Namespace) -> int:
-    return 2 if options.device == "cuda" else 4
+def _dtype(case: Case, options: argparse.Namespace) -> torch.dtype:
+    """On the CPU, DeepSpeed reads weights from files as bf16, whatever they are."""
+    return torch.bfloat16 if options.device == "cuda" or case.weights_on_disk else torch.float32

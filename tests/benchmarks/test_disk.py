@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from benchmarks.disk.cases import CASES
 from benchmarks.disk.figures import moved_bytes
 from benchmarks.disk.table import COLUMNS, text
 from benchmarks.summary import rows
+from benchmarks.training import deepspeed_ops
 from benchmarks.training.workload import SIZES
 
 from ..forkserver import run
@@ -79,9 +81,9 @@ def test_a_peer_that_the_disk_has_no_room_for_is_refused_before_anything_is_comp
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     built = []
-    monkeypatch.setattr(zero_infinity.deepspeed_ops, "build", lambda *words: built.append(words))
+    monkeypatch.setattr(deepspeed_ops, "build", lambda *words: built.append(words))
     options = argparse.Namespace(size="11b", device="cuda", directory=str(tmp_path))
-    monkeypatch.setattr(zero_infinity.shutil, "disk_usage", lambda _: argparse.Namespace(free=60 * 10**9))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: argparse.Namespace(free=60 * 10**9))
     with pytest.raises(OSError, match=r"needs \d{3} GB of disk for 11,\d{3},\d{3},\d{3} parameters; .* has 60 free"):
         zero_infinity.prepare(CASES["ds-states"], options, tmp_path)
     assert not built
