@@ -109,7 +109,8 @@ def _config(
             "stage3_prefetch_bucket_size": 200_000_000,
             "stage3_param_persistence_threshold": 100_000,
             "stage3_max_live_parameters": 400_000_000,
-            "stage3_max_reuse_distance": 400_000_000,
+            # A weight from disk keeps one of the five buffers as long as it is on the device.
+            "stage3_max_reuse_distance": 0 if case.weights_on_disk else 400_000_000,
         },
     }
 

@@ -57,10 +57,13 @@ def _driver_names(where: Path) -> Path:
     run CUDA programs have them under other names, and torch's own runtime lies in a wheel."""
     where.mkdir(parents=True, exist_ok=True)
     ctypes.CDLL("libcuda.so.1")
-    loaded = set(re.findall(r"\S+/(?:libcuda|libcudart)[.-]\S*so\S*", Path("/proc/self/maps").read_text()))
-    for name in ("libcuda", "libcudart"):
-        for library in sorted(path for path in loaded if Path(path).name.startswith((f"{name}.", f"{name}-"))):
-            link = where / f"{name}.so"
-            link.unlink(missing_ok=True)
-            link.symlink_to(library)
+    for name, library in cuda_libraries(Path("/proc/self/maps").read_text()).items():
+        link = where / f"{name}.so"
+        link.unlink(missing_ok=True)
+        link.symlink_to(library)
     return where
+
+
+def cuda_libraries(maps: str) -> dict[str, str]:
+    """Of ``libcuda`` and ``libcudart``, those that a process has mapped, with their paths."""
+    return {name: path for path, name in re.findall(r"(/\S*/(libcuda|libcudart)[.-]\S*)$", maps, re.MULTILINE)}

@@ -105,6 +105,19 @@ def test_weights_go_to_disk_with_states_only_where_the_case_says_so(tmp_path: Pa
         assert config["gradient_accumulation_steps"] == 3
 
 
+def test_libraries_of_the_driver_are_found_by_their_names() -> None:
+    lines = [
+        "7f01-7f02 r-xp 00000000 08:01 1 /usr/lib/x86_64-linux-gnu/libcuda.so.580.65",
+        "7f03-7f04 r-xp 00000000 08:01 2 /opt/torch/nvidia/cu13/lib/libcudart.so.13",
+        "7f05-7f06 r-xp 00000000 08:01 3 /opt/torch/lib/libtorch_cuda.so",
+        "7f07-7f08 rw-p 00000000 00:00 0",
+    ]
+    assert deepspeed_ops.cuda_libraries("\n".join(lines)) == {
+        "libcuda": "/usr/lib/x86_64-linux-gnu/libcuda.so.580.65",
+        "libcudart": "/opt/torch/nvidia/cu13/lib/libcudart.so.13",
+    }
+
+
 def test_a_step_needs_the_time_in_ram_or_that_of_the_disk() -> None:
     made = text([("ram", ROW), ("all", ON_DISK), ("trainer-all", ON_DISK)], {"commit": "this"})
     found = {row["case"]: row for row in rows(made)}
