@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.disk import zero_infinity
+from benchmarks.disk import one, zero_infinity
 from benchmarks.disk.__main__ import main
 from benchmarks.disk.cases import CASES
 from benchmarks.disk.figures import moved_bytes
@@ -103,6 +103,28 @@ def test_weights_go_to_disk_with_states_only_where_the_case_says_so(tmp_path: Pa
         assert zero["offload_optimizer"]["nvme_path"] == str(tmp_path)
         assert config["aio"] == {"queue_depth": 8}
         assert config["gradient_accumulation_steps"] == 3
+
+
+def test_a_cases_own_time_begins_when_it_is_prepared_and_its_error_is_a_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    there = []
+
+    def prepare(*_: object) -> None:
+        there.append(ready.exists())
+
+    def fail(*_: object) -> None:
+        there.append(ready.exists())
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(zero_infinity, "prepare", prepare)
+    monkeypatch.setattr(zero_infinity, "measure", fail)
+    monkeypatch.setattr(one, "_rate", lambda _: 1e9)
+    options = argparse.Namespace(directory=str(tmp_path), device="cpu")
+    assert one.measure(CASES["ds-states"], options, ready) == {"failed": "ValueError: no such thing"}
+    assert there == [False, True]
+    assert [file.name for file in tmp_path.iterdir()] == ["ready"]
 
 
 def test_libraries_of_the_driver_are_found_by_their_names() -> None:
