@@ -21,6 +21,10 @@
 #   first-loss         seconds from a model's files to the first loss                                      ~100
 #   disk               3e9 parameters with no, 30 % and all states on disk, beside the disk's own rate     ~260
 #   disk-large         11e9 parameters in full, as much on disk as 100 GiB of RAM are short of             ~400
+#   disk-peer          3e9 parameters, all states on disk: STORM, and DeepSpeed ZeRO-Infinity, which .peers must have
+#                      and which needs 50 GB of disk, and minutes to compile                    ~440
+#   disk-peer-weights  DeepSpeed alone, with its weights on disk too: 55 GB                     ~330
+#   disk-trainer       3e9 parameters through `Trainer`, in RAM and with all states on disk     ~230
 #   models[:CASE,...]  models of transformers and diffusers, each beside resident and FSDP2; CASE is MODEL[:SHAPE];
 #                      a model and a shape take ~250
 # or a group of them, which fits into 600 seconds, with 2 rounds and two folders in OLD:
@@ -113,6 +117,9 @@ run() {
     experts) python3 -m benchmarks.inference link storm-no-cudnn accelerate --size moe-30b --vram 12GiB --tokens 32 --warm 12 --limit 170 --commit "$commit" --out "$work/experts" ;;
     disk) python3 -m benchmarks.disk --steps 2 --limit 180 --commit "$commit" --out "$work/disk" ;;
     disk-large) python3 -m benchmarks.disk needed --size 11b --vram 16GiB --ram 100GiB --micro-batch 4 --steps 3 --limit 540 --commit "$commit" --out "$work/disk-large" ;;
+    disk-peer) python3 -m benchmarks.disk all ds-states --warm 1 --steps 2 --limit 250 --commit "$commit" --out "$work/disk-peer" ;;
+    disk-peer-weights) python3 -m benchmarks.disk ds-all --warm 1 --steps 2 --limit 250 --commit "$commit" --out "$work/disk-peer-weights" ;;
+    disk-trainer) python3 -m benchmarks.disk trainer-ram trainer-all --steps 2 --limit 180 --commit "$commit" --out "$work/disk-trainer" ;;
     models | models:*)
       words=${1#models}
       words=${words#:}

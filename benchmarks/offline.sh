@@ -25,5 +25,12 @@ trap 'rm -rf "$sources"' EXIT
 $pip download --no-deps --no-binary deepspeed -d "$sources" deepspeed==0.19.8
 tar -xzf "$sources"/deepspeed-0.19.8.tar.gz -C "$sources"
 cp -r "$sources"/deepspeed-0.19.8/deepspeed .peers/
+# Its access to files is compiled against libaio, the static library: that machine then needs none of its own.
+if (cd "$sources" && apt-get -qq download libaio-dev:amd64 && dpkg-deb -x libaio-dev_*.deb libaio); then
+  mkdir -p .peers/libaio
+  cp "$sources"/libaio/usr/include/libaio.h "$sources"/libaio/usr/lib/x86_64-linux-gnu/libaio.a .peers/libaio/
+else
+  echo "no libaio-dev of x86-64 from apt-get: the cases of benchmarks.disk with DeepSpeed need it on that machine" >&2
+fi
 rm -rf .testtools/bin
 du -sh .testtools .peers

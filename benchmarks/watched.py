@@ -18,7 +18,7 @@ from stormtorch.memory.books.limits import host_available_bytes
 
 _POLL_S = 0.1
 _NOTABLE_BYTES = 64 * MiB
-_START_LIMIT_S = 120  # imports, the CUDA context, and what a peer compiles at first use
+START_LIMIT_S = 120.0  # imports, the CUDA context, and what a peer compiles at first use
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ def watch(
     limit_s: float,
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
+    start_limit_s: float = START_LIMIT_S,
 ) -> Watched:
     """Returns when the process has ended; its result is in ``file``. Its output is appended to ``log``.
 
-    ``environment``: variables that it has beside ours."""
+    ``environment``: variables that it has beside ours. ``start_limit_s``: until it is ready."""
     free = lowest = _free_bytes()
     kinds, then, noted = _ram_kinds(), "", free
     # A machine whose RAM is full may not answer again: stop short of that.
@@ -53,7 +54,7 @@ def watch(
     with log.open("a") as output:
         output.write(f"\n=== {title}\n")
         output.flush()
-        start_s, ready, left_s = time.monotonic(), False, float(_START_LIMIT_S)
+        start_s, ready, left_s = time.monotonic(), False, start_limit_s
         process = start(command, cwd=cwd, output=output, environment=environment)
         try:
             while not reason:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import os
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import deepspeed_ops
 from .cases import Case
 from .fsdp2 import alone_in_the_world, shard
 from .methods import ADAMW, CLIP_NORM, Method, Training, Work, resident, storm
-from .packages import folder
 from .workload import loss_of
 
 
@@ -39,22 +35,7 @@ def fsdp2(work: Work) -> Training:
 
 
 def _build_cpu_adam(case: Case) -> None:
-    """DeepSpeed compiles its CPU AdamW at first use, about a minute; later cases find it built."""
-    nvcc = shutil.which("nvcc")
-    os.environ.setdefault("CUDA_HOME", str(Path(nvcc).parents[1]) if nvcc else "/usr/local/cuda")
-    os.environ.update(DS_ACCELERATOR=case.device, DS_SKIP_CUDA_CHECK="1")
-    if case.device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
-    ninja = folder() / "bin" / "ninja"
-    if shutil.which("ninja") is None and ninja.exists():
-        ninja.chmod(0o755)
-        os.environ["PATH"] = f"{ninja.parent}{os.pathsep}{os.environ['PATH']}"
-    built = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{tempfile.gettempdir()}/storm_peers_{os.getuid()}"))
-    for lock in built.glob("**/lock"):  # of a process that was stopped while it compiled: torch would wait for ever
-        lock.unlink()
-    importlib.import_module("deepspeed")
-    importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load()
+    deepspeed_ops.build(case.device, "CPUAdamBuilder")
 
 
 def ds3(work: Work) -> Training:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.about import ROOT
+from benchmarks.disk.cases import CASES
 from benchmarks.summary import number, rows
 
 STAND_IN = """#!/bin/bash
@@ -63,6 +64,17 @@ def test_groups_are_run_part_by_part_and_commits_in_turns(tmp_path: Path) -> Non
         assert {"./main-2-older.md", "./activations-1/forward_backward.md", "./generate.log"} <= set(archive.getnames())
     assert "### activations-1/forward_backward.md" in (tmp_path / "out" / "tables.md").read_text()
     assert not list(tmp_path.glob("stormtorch-gpu.*"))
+
+
+def test_parts_with_a_disk_have_cases_that_exist(tmp_path: Path) -> None:
+    status, said, calls = run(tmp_path, "disk", "disk-large", "disk-peer", "disk-peer-weights", "disk-trainer")
+    assert status == 0, said
+    words = [
+        call.split(" benchmarks.disk ")[1].split(" --")[0].split() for call in calls if " benchmarks.disk " in call
+    ]
+    cases = [[word for word in found if not word.startswith("--")] for found in words]
+    assert len(cases) == 5
+    assert {case for found in cases[1:] for case in found} <= set(CASES)
 
 
 @pytest.mark.wide
