@@ -59,6 +59,20 @@ CASES = [LLAMA, RECOMPUTED, *(OTHER[name] for name in ("tied", "moe", "lora", "c
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.daily(
+    "0.0-(1,)",
+    "1.0-2-session-2",
+    "2-torch-2-0.5",
+    "backward-1.0-True",
+    "backward-auto",
+    "serial",
+    "torch-sgd",
+    "True-5",
+    "0.0-torch-True-True-torch.bfloat16-5",
+    "0.0-2-session-True-4",
+    "0.0-True-(1,)-1.0",
+    "backward-0.5",
+)
 def test_each_way_to_train(way: Way) -> None:
     trained(SHORT, way).check()
 

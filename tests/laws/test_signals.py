@@ -559,6 +559,7 @@ def test_a_handler_at_every_line_of_a_step(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["forward", "recompute", "offload", "sgd"])
+@pytest.mark.daily("forward", "offload")
 def test_a_handler_that_raises_at_every_line_of_a_step(way: str) -> None:
     """The step is done then, or it is not; the next one has the numbers of plain PyTorch."""
     loop, plain = Loop(WAYS[way], blocks=4), Loop({"optimizer": WAYS[way].get("optimizer")}, blocks=4, plain=True)
