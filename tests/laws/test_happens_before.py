@@ -78,6 +78,7 @@ def test_each_way_to_train(way: Way) -> None:
 
 
 @pytest.mark.parametrize("case", [RECOMPUTED, *(OTHER[name] for name in ("moe", "lora", "conv"))], ids=lambda c: c.name)
+@pytest.mark.daily("llama-recomputed", "moe", "lora")
 def test_some_kinds_of_models(case: Case) -> None:
     trained(case, Way(steps=2)).check()
 
