@@ -72,8 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """All that the imports made stays to the end: the collector, which many tests call, need not look at it again. Where
-    no test calls it, it looks at everything a tenth as often as usual; that took one second of 30."""
+    """All that the imports made stays to the end: the collector, which many tests call, need not look at it again. By
+    itself it looks at everything a tenth as often as usual; that took one second of 30."""
     gc.collect()
     gc.freeze()
     young, middle, old = gc.get_threshold()

@@ -26,7 +26,12 @@ def test_files_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each update on the CPU asks how many threads it may use."""
     cores.usable_count()
     reads: list[Path] = []
-    monkeypatch.setattr(cores, "read_text", lambda path: reads.append(path) or "")
+
+    def read_text(path: Path) -> str:
+        reads.append(path)
+        return ""
+
+    monkeypatch.setattr(cores, "read_text", read_text)
     assert cores.usable_count() >= 1
     assert not reads
 

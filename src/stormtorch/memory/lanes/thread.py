@@ -207,9 +207,7 @@ class ThreadLane(Lane):
                 self._thread.join(0.2)  # in short waits, so that Ctrl-C gets through
 
 
-def _run(
-    work_queue: WorkQueue, failure: Failure, inside: AbstractContextManager[object], delay: Delay | None
-) -> None:
+def _run(work_queue: WorkQueue, failure: Failure, inside: AbstractContextManager[object], delay: Delay | None) -> None:
     # Modes are per thread. Copies are transport: never recorded, and allowed on inference tensors and ordinary ones.
     with torch.inference_mode(), inside:
         while (item := work_queue.get()) is not None:
