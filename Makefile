@@ -8,6 +8,10 @@ C_SOURCES := $(wildcard src/stormtorch/native/csrc/*.[ch])
 # One stamp per compiler: `make test CC=false` after `make test` installs anew, without the native kernels.
 STAMP := $(VENV)/.installed-$(subst /,_,$(firstword $(CC)))
 
+# Python keeps what it has compiled, whatever the environment says: each worker of a run, and each process that a test
+# starts, would compile all sources and tests anew, for 15 s of a processor.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help install demo test test-fast test-wide durations check bench kill clean
 
 help:  ## list the targets

@@ -1,4 +1,4 @@
-"""The suite stays within what two cores do in nine minutes, as durations.json has it."""
+"""The suite stays within what two cores do in seven and a half minutes, as durations.json has it."""
 
 from __future__ import annotations
 

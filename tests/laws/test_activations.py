@@ -475,6 +475,7 @@ def test_streamed_parameters_too(name: str, step: str, accumulate: int, clip: st
 
 @pytest.mark.parametrize(("mode", "room"), WAYS[1:7], ids=ids[1:7])
 @pytest.mark.parametrize("case", [LLAMA, HUGGINGFACE], ids=lambda case: case.name)
+@pytest.mark.daily("llama")
 def test_streamed_on_any_device(case: Case, mode: str, room: int | None, device: torch.device) -> None:
     with Pair(case, sgd, device=device, activations=mode, room=room) as pair:
         pair.steps(4)

@@ -147,6 +147,7 @@ def resumes(
 
 
 @pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.daily("adamw", "amsgrad", "sgd-momentum", "groups", "lbfgs")
 def test_every_optimizer(tmp_path: Path, maker: str) -> None:
     resumes(tmp_path, CHAIN, maker)
 

@@ -125,6 +125,18 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.daily(
+    "clip_and_look_at_one",
+    "scale_one_twice",
+    "clip_to_nothing",
+    "clip_twice",
+    "scale_by_a_number_that_changes",
+    "clip_in_two_calls",
+    "clip_each_layer",
+    "clip",
+    "clip_and_drop_one",
+    "scale_through_an_array",
+)
 def test_clipping_equals_plain(pair: Pair, way: Callable[[Side], object], accumulate: int) -> None:
     def run(side: Side, step: int) -> object:
         for part in range(accumulate):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from .. import forkserver
+from ..thinning import daily
 
 pytest.importorskip("safetensors")
 MIB = 1 << 20
-WEIGHTS, RAM, VRAM = 256 * MIB, 40 * MIB, 24 * MIB
+WEIGHTS, RAM, VRAM = daily(144, 256) * MIB, 40 * MIB, 24 * MIB
 SLACK = 24 * MIB  # Python's own, and torch's buffers for products
 
 CHILD = """

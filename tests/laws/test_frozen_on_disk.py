@@ -346,6 +346,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("name", WAITS)
+@pytest.mark.daily("a slot is read again after its copies")
 def test_a_missing_wait_is_found(name: str, tmp_path: Path) -> None:
     checker = _watched(tmp_path, WAITS[name])
     assert checker.missed, "there is no such wait"

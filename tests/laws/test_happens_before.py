@@ -59,11 +59,26 @@ CASES = [LLAMA, RECOMPUTED, *(OTHER[name] for name in ("tied", "moe", "lora", "c
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.daily(
+    "0.0-(1,)",
+    "1.0-2-session-2",
+    "2-torch-2-0.5",
+    "backward-1.0-True",
+    "backward-auto",
+    "serial",
+    "torch-sgd",
+    "True-5",
+    "0.0-torch-True-True-torch.bfloat16-5",
+    "0.0-2-session-True-4",
+    "0.0-True-(1,)-1.0",
+    "backward-0.5",
+)
 def test_each_way_to_train(way: Way) -> None:
     trained(SHORT, way).check()
 
 
 @pytest.mark.parametrize("case", [RECOMPUTED, *(OTHER[name] for name in ("moe", "lora", "conv"))], ids=lambda c: c.name)
+@pytest.mark.daily("llama-recomputed", "moe", "lora")
 def test_some_kinds_of_models(case: Case) -> None:
     trained(case, Way(steps=2)).check()
 

@@ -161,6 +161,7 @@ MADE: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("to_none", [True, False], ids=["none", "zero"])
 @pytest.mark.parametrize("made", MADE)
+@pytest.mark.daily("detach", "rows", "view", "other_dtype", "row", "of_another")
 def test_what_is_made_of_a_gradient_outlives_it(pair: Pair, made: str, to_none: bool) -> None:
     def run(side: Side) -> list[Any]:
         side.optimizer.zero_grad()

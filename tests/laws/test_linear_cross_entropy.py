@@ -565,6 +565,7 @@ def test_a_streamed_head_has_torchs_gradients(device: torch.device, case: Case) 
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "beside-tied"], ids=lambda case: case.name)
+@pytest.mark.daily("beside-huggingface", "within")
 def test_updated_in_backward(case: Case) -> None:
     with Pair(case, fused, step="backward") as pair:
         pair.steps(3)
@@ -574,6 +575,7 @@ def test_updated_in_backward(case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.make is not HUGGINGFACE.make], ids=lambda case: case.name
 )
+@pytest.mark.daily("beside-tied", "within")
 def test_micro_batches_and_evaluation(device: torch.device, case: Case) -> None:
     def run(side: Side) -> object:
         side.optimizer.zero_grad()

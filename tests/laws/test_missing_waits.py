@@ -78,12 +78,27 @@ def check_found(checker: Checker) -> None:
 
 
 @pytest.mark.parametrize("name", WAITS)
+@pytest.mark.daily(
+    "weights that are used come after their load",
+    "a load of weights comes after their update",
+    "a store of gradients comes after they are made",
+    "an update comes after loads of the weights before",
+    "an update ahead comes after the store of gradients",
+    "an update on disk comes after the one before is in its file",
+    "a sum comes after the load of earlier gradients",
+    "a factor is stored after it is made",
+    "user code reads weights after their update",
+    "states are used after their load",
+    "an activation is stored after it is made",
+    "poison comes after the last use",
+)
 def test_a_missing_wait_is_found(name: str) -> None:
     missing, way = WAITS[name]
     check_found(trained(SHORT, way, missing))
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.daily("a part is stored after it is made", "a sum comes after the load of its part")
 def test_a_missing_wait_between_parts_is_found(name: str) -> None:
     check_found(trained(TIED, SUM._replace(vram=tables.FLOOR), IN_PARTS[name]))
 

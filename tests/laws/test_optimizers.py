@@ -498,6 +498,7 @@ def test_it_is_in_a_checkpoint_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adam-fused", "adam-l2", "sgd-nesterov", "sign-descent"])
+@pytest.mark.daily("adam-l2", "sign-descent")
 def test_a_step_that_was_bound_before_streaming(name: str) -> None:
     """It is torch's own, on streamed parameters; in turns with ours."""
     bound: dict[int, Callable[[], object]] = {}

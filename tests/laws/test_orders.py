@@ -338,11 +338,7 @@ def test_any_order_where_all_fits(scenario: Scenario) -> None:
 @pytest.mark.daily(
     "skipped",
     "two_forwards",
-    "no_backward_and_dropped",
     "nested_checkpoint",
-    "reentrant_checkpoint",
-    "backward_much_later",
-    "inference_mode",
     "generating",
 )
 def test_any_order_updated_in_backward(scenario: Scenario) -> None:

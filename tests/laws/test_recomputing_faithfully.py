@@ -583,6 +583,25 @@ class Watched(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.daily(
+    "leaving",
+    "frees_by_data",
+    "two_parts",
+    "gradient_inside",
+    "remembers",
+    "grows_its_table",
+    "experts",
+    "cast_by_autocast",
+    "saves_what_it_makes",
+    "borrowed",
+    "late_dropout",
+    "crossing",
+    "layerdrop",
+    "leads_to_nothing",
+    "own_generator",
+    "rewired_later",
+    "in_place",
+)
 def test_nothing_of_a_graph_stays(name: str, device: torch.device) -> None:
     model = MODELS[name]().to(device)
     Watched.nodes.clear()

@@ -52,7 +52,7 @@ from .models import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once, by a CPU without bf16
-STEPS = daily(10, 20)
+STEPS = daily(6, 20)
 BY_NAME = {case.name: case for case in (LLAMA, RECOMPUTED, ODD, *OTHERS)}
 MODES = [
     *((step, accumulate, clip) for step in ("serial", "forward") for accumulate in (1, 4)
@@ -97,7 +97,7 @@ def check(
     kept: int = 0,
 ) -> None:
     if steps is None:
-        steps = STEPS if step != "serial" and accumulate == 1 and clip != "session" else 8 // accumulate + 2
+        steps = STEPS if step != "serial" and accumulate == 1 and clip != "session" else daily(4, 8) // accumulate + 2
     model = case.build()
     optimizer = adamw(model, fused=fused)
     compile_block(model, compiled)
@@ -198,7 +198,7 @@ def test_one_compiled_block(case: Case, step: str, accumulate: int, clip: str, b
 @pytest.mark.parametrize("name", ["llama", "llama-recomputed", "conv", "tied", "moe", "lora"])
 def test_no_race(name: str, step: str, accumulate: int, clip: str) -> None:
     """Every lane delayed at random, NaN in every freed slot and buffer."""
-    check(BY_NAME[name], step, accumulate, clip, steps=5 if accumulate == 1 else 3, seed=0)
+    check(BY_NAME[name], step, accumulate, clip, steps=daily(4, 5) if accumulate == 1 else daily(2, 3), seed=0)
 
 
 @pytest.mark.parametrize("seed", range(1, 5))
@@ -571,7 +571,7 @@ def with_masters(
 )
 @pytest.mark.daily("llama-serial", "llama-forward-3", "llama-recomputed-backward", "moe", "lora")
 def test_bf16_keeps_fp32_masters(device: torch.device, name: str, step: str, accumulate: int, clip: str) -> None:
-    case, steps = BY_NAME[name], 7 if accumulate == 1 else 3
+    case, steps = BY_NAME[name], daily(4, 7) if accumulate == 1 else daily(2, 3)
     model = case.build(torch.bfloat16)
     optimizer = adamw(model, fused=True)
     with stream(model, optimizer, device=device, step=step, seed=0) as session:

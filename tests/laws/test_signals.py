@@ -152,6 +152,7 @@ def same_as_undisturbed(loop: Loop, way: dict[str, Any]) -> Loop:
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.daily("forward", "backward", "recompute", "offload")
+@pytest.mark.daily("forward", "offload")
 def test_a_handler_that_reads_weights(way: str, device: str) -> None:
     loop = Loop(WAYS[way], device)
     seen: list[tuple[int, bytes]] = []
@@ -298,6 +299,7 @@ def checkpoints_in(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("way", ["forward", "recompute", "offload", "sgd"])
+@pytest.mark.daily("recompute", "sgd")
 def test_a_handler_that_raises(way: str, device: str) -> None:
     """It cuts off whatever runs, but no update: the step that it came in is done, or is not."""
     gc.collect()  # what other tests have left: Python drops an exception that a handler raises inside a finalizer
@@ -559,6 +561,7 @@ def test_a_handler_at_every_line_of_a_step(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["forward", "recompute", "offload", "sgd"])
+@pytest.mark.daily("forward", "offload")
 def test_a_handler_that_raises_at_every_line_of_a_step(way: str) -> None:
     """The step is done then, or it is not; the next one has the numbers of plain PyTorch."""
     loop, plain = Loop(WAYS[way], blocks=4), Loop({"optimizer": WAYS[way].get("optimizer")}, blocks=4, plain=True)

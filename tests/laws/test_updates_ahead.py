@@ -68,7 +68,7 @@ def test_clipping_that_comes_and_goes(case: Case, device: torch.device) -> None:
     case = Case(case.name, case.make, shapes, cross_entropy)
     with Pair(case, device=device, ahead=True) as pair:
         norms, clipped, limit = list[float](), 0, 1e9
-        steps = daily(80, 200)
+        steps = daily(50, 200)
         for number in range(steps):
             if number % 10 == 9 and device.type == "cpu":
                 limit = statistics.median(norms[-10:]) * 1.05
@@ -211,6 +211,18 @@ BETWEEN: list[Callable[[Side], Any]] = [
 
 
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda action: action.__name__[1:])
+@pytest.mark.daily(
+    "read_weights",
+    "write_a_weight",
+    "scale_all_gradients",
+    "new_gradient",
+    "lower_the_rate",
+    "write_states",
+    "reload",
+    "skip",
+    "backward_again",
+    "fail_in_backward",
+)
 def test_what_user_code_does_before_the_step(between: Callable[[Side], Any], device: torch.device) -> None:
     with Pair(CHAIN, device=device, ahead=True) as pair:
         for number in range(daily(11, 14)):

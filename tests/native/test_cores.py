@@ -18,8 +18,22 @@ def test_share_of_the_worker(
     count: int, quota: float, threads: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(count)))
-    monkeypatch.setattr(cores, "quota_cores", lambda: quota)
+    monkeypatch.setattr(cores, "own_quota", lambda: quota)
     assert cores.worker_share() == (threads, list(range(first, count)))
+
+
+def test_files_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each update on the CPU asks how many threads it may use."""
+    cores.usable_count()
+    reads: list[Path] = []
+
+    def read_text(path: Path) -> str:
+        reads.append(path)
+        return ""
+
+    monkeypatch.setattr(cores, "read_text", read_text)
+    assert cores.usable_count() >= 1
+    assert not reads
 
 
 def test_quota_of_the_tightest_group(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ CAPPED = {"model_type": "gemma2", "final_logit_softcapping": 0.5, "head_dim": 8}
     [({}, {}), ({}, {"activations": "recompute"}), ({}, {"lora_rank": 2}), (CAPPED, {"activations": "recompute"})],
     ids=["", "recompute", "lora", "capped"],
 )
-@pytest.mark.daily("", "lora", "capped")
+@pytest.mark.daily("lora", "capped")
 def test_the_numbers_are_those_of_the_plain_loss(
     tmp_path: Path, form: dict[str, Any], changes: dict[str, object]
 ) -> None:

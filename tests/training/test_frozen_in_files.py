@@ -27,6 +27,7 @@ def least_ram(folder: Path, **given: Any) -> int:
 
 
 @pytest.mark.parametrize("shard", ["5GB", "300KB"])
+@pytest.mark.daily("300KB")
 def test_adapters_on_a_model_that_ram_has_no_room_for(shard: str, tmp_path: Path) -> None:
     model = with_weights(tmp_path / "model", shard=shard, **SIZES)
     given: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from pathlib import Path
@@ -38,9 +39,15 @@ def quota_cores(root: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> float:
     return min(limits)
 
 
+@functools.cache
+def own_quota() -> float:
+    """The quota as it was when this process first asked: an update asks too, and the files take longer than it does."""
+    return quota_cores()
+
+
 def usable_count() -> int:
     """Cores that this process may keep busy: those it may run on, limited by its quota, at least one."""
-    return max(1, math.floor(min(len(os.sched_getaffinity(0)), quota_cores())))
+    return max(1, math.floor(min(len(os.sched_getaffinity(0)), own_quota())))
 
 
 def worker_share() -> tuple[int, list[int]]:

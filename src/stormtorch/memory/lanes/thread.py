@@ -124,11 +124,10 @@ class ThreadLane(Lane):
         self.name, self._sink = name, sink
         self._failure = Failure(name)
         self._queue: WorkQueue = queue.SimpleQueue()
-        self._delay = delay
         self._owner_pid = os.getpid()
         self._open_lock = threading.RLock()  # nothing may be queued behind the end; a signal handler may queue, too
         self._thread = threading.Thread(
-            target=_run, args=(self._queue, self._failure, inside), name=f"storm-{name}", daemon=True
+            target=_run, args=(self._queue, self._failure, inside, delay), name=f"storm-{name}", daemon=True
         )
         # The thread knows the queue, not the lane: a lane that is dropped without close() still ends its thread. So
         # does one whose start was interrupted by Ctrl-C.
@@ -147,8 +146,6 @@ class ThreadLane(Lane):
         with self._open_lock:
             if not self._finalizer.alive:
                 raise LaneError(f"The {self.name} lane was closed.")
-            if self._delay is not None:
-                self._queue.put((self._delay, False))
             self._queue.put((work, always))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, tag: Tag, unit: int | None = None) -> None:
@@ -210,13 +207,15 @@ class ThreadLane(Lane):
                 self._thread.join(0.2)  # in short waits, so that Ctrl-C gets through
 
 
-def _run(work_queue: WorkQueue, failure: Failure, inside: AbstractContextManager[object]) -> None:
+def _run(work_queue: WorkQueue, failure: Failure, inside: AbstractContextManager[object], delay: Delay | None) -> None:
     # Modes are per thread. Copies are transport: never recorded, and allowed on inference tensors and ordinary ones.
     with torch.inference_mode(), inside:
         while (item := work_queue.get()) is not None:
             work, always = item
             if failure.error is None or always:
                 try:
+                    if delay is not None and failure.error is None:
+                        delay()
                     work()
                 except BaseException as error:
                     traceback.clear_frames(error.__traceback__)  # frames hold the tensors of the copy that failed

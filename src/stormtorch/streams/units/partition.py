@@ -8,6 +8,7 @@ call may need a few of their rows."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class _Candidate:
             found += [Use(module, name, p) for name, p in module._parameters.items() if p is not None]
         return found
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         return sum(p.nbytes for p in {id(use.parameter): use.parameter for use in self.uses()}.values())
 
