@@ -242,6 +242,8 @@ def _bound(chunk: _Chunk, run: Run, image: torch.Tensor, grads: torch.Tensor, *,
             found.append(
                 FileTensors(
                     weight=image[at : at + count * place.dtype.itemsize].view(place.dtype),
+                    dtype=place.dtype,
+                    count=count,
                     grad=grads[grad_at : grad_at + count * dtype.itemsize].view(dtype),
                     exp_avg=moments_at,
                     exp_avg_sq=len(first) + moments_at,
