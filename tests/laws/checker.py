@@ -187,7 +187,8 @@ class Checker:
                 for tensor in (tensors.grad, tensors.grad_factor):
                     if tensor is not None:
                         self.use(actor, tensor, "for an update", writes=False)
-                self.use(actor, tensors.weight, "in an update", writes=True)
+                if isinstance(tensors.weight, torch.Tensor):
+                    self.use(actor, tensors.weight, "in an update", writes=True)
             if job.done is not None:
                 self.set_flag(job.done.address, job.done.value, self.clocks.point(actor))
             self.clocks.see(file, self.clocks.point(actor))

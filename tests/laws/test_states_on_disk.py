@@ -75,18 +75,21 @@ def open_on_disk(
     disk: Path | list[Path] | None,
     *,
     part: float = 1.0,
+    weights: float = 0.0,
     device: torch.device | str = "cpu",
     seed: int | None = 0,
     calls: SystemCalls | None = None,
     **settings: Any,
 ) -> Session:
-    """A session with ``part`` of its units' states on disk, in lanes that are late at random, with poison."""
+    """A session with ``part`` of its units' states on disk, and ``weights`` of their weights, in lanes that are late at
+    random, with poison."""
     device = torch.device(device)
     vram = tight(model) * (4 if device.type == "cuda" else 1)
     trial = Trial(
         delay=None if seed is None else jitter(device, seed),
         poison=seed is not None,
         disk_part=part,
+        weights_part=weights,
         calls=calls,
         small_bytes=1,
         device_share=0.5 if device.type == "cpu" else None,
