@@ -72,9 +72,7 @@ def opened(
 class States:
     """A weight whose states lie in a file, perhaps with itself (``whole``), and the same in memory."""
 
-    def __init__(
-        self, path: Path, dtype: torch.dtype = torch.float32, at: int = 0, *, whole: bool = False
-    ) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, at: int = 0, *, whole: bool = False) -> None:
         draw = torch.Generator().manual_seed(at + 1)
         master_dtype = _MASTERS[dtype]
         self.weight = torch.randn(COUNT, generator=draw).to(dtype)

@@ -196,9 +196,7 @@ def _on_disk(units: list[Unit], free_bytes: int, least_part: float) -> Iterator[
         yield _made({index: layouts[index] for index in _spread(layouts, count)})
 
 
-def _fewest_weights(
-    units: list[Unit], free_bytes: int, least_part: float, made: Callable[[OnDisk], Homes]
-) -> OnDisk:
+def _fewest_weights(units: list[Unit], free_bytes: int, least_part: float, made: Callable[[OnDisk], Homes]) -> OnDisk:
     """The states of all units, and the weights of as few as fit then, evenly spread; of all, if none fit."""
     without, whole = _layouts(units, free_bytes), _layouts(units, free_bytes, weights=True)
 

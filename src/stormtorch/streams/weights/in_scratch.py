@@ -133,4 +133,3 @@ class ScratchWeights:
         for file in self._mapped:
             file.close()
         self._units.clear()
-

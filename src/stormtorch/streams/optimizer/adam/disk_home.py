@@ -109,9 +109,7 @@ class DiskHome(RamHome):
             self._units[index] = _UnitOnDisk(layout, regions, chunks)
         board.watch(self._failure)
 
-    def _chunk(
-        self, unit: Unit, number: int, layout: FileChunk, ranges: list[Range], flags: Iterator[Flag]
-    ) -> _Chunk:
+    def _chunk(self, unit: Unit, number: int, layout: FileChunk, ranges: list[Range], flags: Iterator[Flag]) -> _Chunk:
         updated = next(flags)
         if not layout.weights:
             return _Chunk(layout, ranges, updated, Written(next(flags)))
