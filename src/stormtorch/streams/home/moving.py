@@ -49,7 +49,7 @@ class Moving:
         return sum(size for reference, size in self._sources if not reference.gone)
 
     def move(self, unit: Unit, image: torch.Tensor) -> None:
-        """Make every parameter of ``unit`` a view of its home: the image, or a scratch file; unless the model's own file
+        """Make every parameter of ``unit`` a view of its home, the image or a scratch file, unless the model's own file
         is its home."""
         for place in unit.places:
             if place.in_file:

@@ -67,8 +67,8 @@ class FileLayout:
 
 
 def layout_of(unit: Unit, most: int, *, weights: bool = False) -> FileLayout:
-    """Chunks of at most about ``most`` elements, at least one grain. ``weights``: with the unit's weights, but for those
-    that the model's own files have."""
+    """Chunks of at most about ``most`` elements, at least one grain. ``weights``: with the unit's weights, but not
+    those that the model's own files have."""
     most = max(GRAIN, round_down(most, GRAIN))
     layout, pieces = FileLayout(), list[Piece]()
     moments = masters = images = filled = 0  # of the open chunk

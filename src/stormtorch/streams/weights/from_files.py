@@ -111,7 +111,7 @@ class Files:
         worker: FileWorker,
         sink: Sink,
     ) -> None:
-        """``units``: those that have weights in files; ``open_file`` gives the file of a frozen one, and ``scratch`` has
+        """``units``: those that have weights in files; ``open_file`` gives the file of a frozen one, ``scratch`` has
         trained ones. ``flags``: two for each slot of ``ring``, whose memory starts at a page."""
         self._worker, self._slot_bytes, self._next = worker, slot_bytes, 0
         self._meter = FileMeter(worker, sink, Tag.PARAMETERS)

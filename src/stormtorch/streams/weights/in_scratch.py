@@ -22,7 +22,7 @@ from ..units.unit import Unit
 
 @dataclass(eq=False)
 class Written:
-    """Says whether a chunk is in its file: ``flag`` counts the updates that are, ``count`` those that were asked for."""
+    """Says whether a chunk is in its file: ``flag`` counts updates that are there, ``count`` those asked for."""
 
     flag: Flag
     count: int = 0
