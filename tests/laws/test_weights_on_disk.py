@@ -23,6 +23,7 @@ from stormtorch.core.tags import Tier
 from stormtorch.memory.disk.calls import SystemCalls
 from stormtorch.native.moves import read_at
 from stormtorch.session.api import Session
+from stormtorch.streams.units import sizes
 from stormtorch.streams.units.unit import Unit
 
 from .models import CHAIN, LLAMA, OTHERS, Case, Side, adamw, frozen, same, tight, train
@@ -42,11 +43,19 @@ from .test_states_on_disk import (
 CASES = [LLAMA, *(case for case in OTHERS if case.name in ("tied", "moe", "conv", "dropout"))]
 
 
+@pytest.fixture
+def larger_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few in each unit of `large`."""
+    monkeypatch.setattr(sizes, "_LEAST_CHUNK", 1 << 17)
+    monkeypatch.setattr(sizes, "_MOST_CHUNK", 1 << 17)
+
+
 def there(session: Session) -> list[Unit]:
     """The units whose weights lie on disk."""
     return [session.units[index] for index in session._parts.ground.homes.on_disk.weights]
 
 
+@pytest.mark.daily("llama-1.0", "tied-0.3", "moe-1.0", "conv-0.3")
 @pytest.mark.parametrize("weights", [0.3, 1.0])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_same_numbers_as_plain_pytorch(case: Case, weights: float, tmp_path: Path, device: torch.device) -> None:
@@ -75,6 +84,7 @@ def histories(dtype: torch.dtype, disk: Path, parts: tuple[float, ...], **more: 
     return found
 
 
+@pytest.mark.daily("torch.bfloat16", "backward-torch.float16", "forward-3-torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: "-".join(map(str, loop.values())))
 def test_same_as_in_ram(loop: dict[str, Any], dtype: torch.dtype, tmp_path: Path, device: torch.device) -> None:
@@ -92,8 +102,6 @@ def test_with_activations(activations: str, tmp_path: Path, device: torch.device
 
 def test_gradients_in_a_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least RAM: neither weights nor gradients nor states have a home there."""
-    from stormtorch.streams.units import sizes
-
     always = sizes.homes_for
     monkeypatch.setattr(
         "stormtorch.session.resources.homes_for", lambda *args, **more: always(*args, always_ring=True, **more)
@@ -226,7 +234,7 @@ def test_training_goes_on_after_close(tmp_path: Path) -> None:
 PLACES = {"ram": None, "states": {"weights": 0.0}, "some": {"weights": 0.3}, "all": {"weights": 1.0}}
 
 
-@pytest.mark.daily("all")
+@pytest.mark.daily("all-ram", "ram-all", "states-all", "all-some")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("before", list(PLACES))
 @pytest.mark.parametrize("after", list(PLACES))
@@ -307,6 +315,7 @@ def _needed(model: nn.Module, disk: Path, **more: Any) -> dict[str, Any]:
         return {"total": sum(homes.needed.values()), "weights": sum(homes.parameters)}
 
 
+@pytest.mark.usefixtures("larger_chunks")
 def test_weights_follow_when_all_states_are_there(tmp_path: Path) -> None:
     states, every = _needed(large(), tmp_path), _needed(large(), tmp_path, weights=1.0)
     assert every["weights"] == 0
@@ -328,6 +337,7 @@ def test_weights_follow_when_all_states_are_there(tmp_path: Path) -> None:
         assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.usefixtures("larger_chunks")
 @pytest.mark.parametrize("step", ["forward", "backward"])
 def test_what_a_refusal_says_would_suffice_does(step: str, tmp_path: Path) -> None:
     for disk in (None, tmp_path):
@@ -406,6 +416,7 @@ def test_nothing_is_left_and_descriptors_do_not_grow(tmp_path: Path) -> None:
     assert descriptors() <= before
 
 
+@pytest.mark.usefixtures("larger_chunks")
 def test_the_report_counts_weights(tmp_path: Path) -> None:
     """A step reads them three times, in forward, in backward and for the update, and writes them once."""
     found = []
@@ -413,7 +424,7 @@ def test_the_report_counts_weights(tmp_path: Path) -> None:
         model = large()
         optimizer = adamw(model)
         with open_on_disk(model, optimizer, tmp_path, weights=weights, vram=tight(model)) as session:
-            for _ in range(3):
+            for _ in range(2):
                 model(torch.ones(2, 512)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
