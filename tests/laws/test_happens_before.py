@@ -107,6 +107,7 @@ def test_training_in_bf16() -> None:
     trained(SHORT, SUMS._replace(dtype=torch.bfloat16)).check()
 
 
+@pytest.mark.daily("ram", "forward-disk")
 @pytest.mark.parametrize("weights", [0.0, 1.0], ids=["ram", "disk"])
 @pytest.mark.parametrize("step", ["forward", "backward", "serial"])
 def test_user_code_between_steps(step: str, weights: float, tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ LOOPS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.daily("torch.float32", "forward-torch.float16")  # test_weights_on_disk.py has bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: "-".join(map(str, loop.values())))
 def test_same_as_in_ram(loop: dict[str, Any], dtype: torch.dtype, tmp_path: Path, device: torch.device) -> None:
