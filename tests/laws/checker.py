@@ -187,7 +187,8 @@ class Checker:
                 for tensor in (tensors.grad, tensors.grad_factor):
                     if tensor is not None:
                         self.use(actor, tensor, "for an update", writes=False)
-                self.use(actor, tensors.weight, "in an update", writes=True)
+                if isinstance(tensors.weight, torch.Tensor):
+                    self.use(actor, tensors.weight, "in an update", writes=True)
             if job.done is not None:
                 self.set_flag(job.done.address, job.done.value, self.clocks.point(actor))
             self.clocks.see(file, self.clocks.point(actor))
@@ -196,17 +197,21 @@ class Checker:
             if job.written is not None:
                 self.set_flag(job.written.address, job.written.value, self.clocks.point(file))
 
-    def read(self, target: torch.Tensor, ready: FlagValue | None, done: FlagValue | None) -> None:
-        """Note a read of a file, by a thread of a worker."""
+    def read(self, target: torch.Tensor, job: FileJob) -> None:
+        """Note a read of a file, by a thread of a worker: ``ready`` is for the memory, ``also`` for the file."""
         with self._lock:
             self._jobs += 1
-            actor = f"read {self._jobs}"
-            self.clocks.ask(actor)
-            if ready is not None:
-                self.see_flag(actor, ready.address, ready.value)
+            actor, file = f"read {self._jobs}", f"file {self._jobs}"
+            for one, flag in ((actor, job.ready), (file, job.also)):
+                self.clocks.ask(one)
+                if flag is not None:
+                    self.see_flag(one, flag.address, flag.value)
+            for range_ in job.ranges:
+                self.use_file(file, range_.number, range_.offset, range_.size, writes=False)
+            self.clocks.see(actor, self.clocks.point(file))
             self.use(actor, target, "from a file", writes=True)
-            if done is not None:
-                self.set_flag(done.address, done.value, self.clocks.point(actor))
+            if job.done is not None:
+                self.set_flag(job.done.address, job.done.value, self.clocks.point(actor))
 
     def update(self, tensors: AdamTensors) -> None:
         """Note an update by the calling thread, on the device or at home."""

@@ -19,7 +19,7 @@ import torch
 
 from stormtorch.checkpoint.state.snapshot import Piece, Still
 from stormtorch.core.tags import Tag
-from stormtorch.memory.disk.stored import MappedRange
+from stormtorch.memory.disk.stored import MappedRange, StoredTensor
 from stormtorch.memory.host.arena import HostArena
 from stormtorch.memory.host.region import Region
 from stormtorch.memory.lanes.build import Lanes, open_lanes
@@ -31,6 +31,7 @@ from stormtorch.native.worker.files import FileJob, FileWorker
 from stormtorch.native.worker.jobs import FlagValue, Worker
 from stormtorch.streams.optimizer.adam.disk_home import DiskHome
 from stormtorch.streams.units.unit import Unit
+from stormtorch.streams.weights.in_scratch import ScratchWeights
 
 from .checker import Checker, Wait
 from .operations import Operations
@@ -142,6 +143,7 @@ def _check_flags(patch: pytest.MonkeyPatch, checker: Checker) -> None:
 
 def _check_home(patch: pytest.MonkeyPatch, checker: Checker) -> None:
     add, lend, refresh = HostArena._add, Still.lend, DiskHome.refresh
+    refresh_weights, sync = ScratchWeights.refresh, StoredTensor.sync
 
     def checked_add(arena: HostArena, region: Region) -> None:
         add(arena, region)
@@ -172,7 +174,23 @@ def _check_home(patch: pytest.MonkeyPatch, checker: Checker) -> None:
                 if stored is not None:
                     read(stored.where, stored.at, stored.nbytes)
 
+    def checked_refresh_weights(weights: ScratchWeights, unit: Unit) -> bool:
+        """User code may read the unit's weights next."""
+        changed = refresh_weights(weights, unit)
+        for place in unit.places if weights.holds(unit) else ():
+            if place.stored is not None:
+                read(place.stored.where, place.stored.at, place.stored.nbytes)
+        return changed
+
+    def checked_sync(stored: StoredTensor) -> None:
+        """User code has written a weight."""
+        where = stored.where
+        checker.use_file(HOST, where.file.number, where.offset + stored.at, stored.nbytes, writes=True)
+        sync(stored)
+
     patch.setattr(HostArena, "_add", checked_add)
+    patch.setattr(ScratchWeights, "refresh", checked_refresh_weights)
+    patch.setattr(StoredTensor, "sync", checked_sync)
     patch.setattr(Still, "lend", checked_lend)
     patch.setattr(DiskHome, "refresh", checked_refresh)
 
@@ -192,7 +210,7 @@ def _check_updates(patch: pytest.MonkeyPatch, checker: Checker) -> None:
 
     def checked_run(worker: FileWorker, job: FileJob) -> int:
         if job.target is not None:
-            checker.read(job.target, job.ready, job.done)
+            checker.read(job.target, job)
         else:
             checker.file_job(job)
         return run(worker, job)

@@ -54,6 +54,9 @@ WAYS = [
     Way(disk=1.0, share=0.0, look=(1,), poison=True),
     SUMS._replace(disk=0.5, clip="torch"),
     Way("backward", disk=0.5, share=0.5),
+    Way(disk=1.0, weights=1.0, share=0.0, look=(1,), poison=True),
+    SUMS._replace(disk=1.0, weights=0.5, clip="torch"),
+    Way("backward", disk=1.0, weights=1.0, share=0.0),
 ]
 CASES = [LLAMA, RECOMPUTED, *(OTHER[name] for name in ("tied", "moe", "lora", "conv", "lstm"))]
 
@@ -119,12 +122,14 @@ def test_training_in_bf16() -> None:
     trained(SHORT, SUMS._replace(dtype=torch.bfloat16)).check()
 
 
+@pytest.mark.daily("ram", "forward-disk")
+@pytest.mark.parametrize("weights", [0.0, 1.0], ids=["ram", "disk"])
 @pytest.mark.parametrize("step", ["forward", "backward", "serial"])
-def test_user_code_between_steps(step: str) -> None:
+def test_user_code_between_steps(step: str, weights: float, tmp_path: Path) -> None:
     model = SHORT.build()
     optimizer, parameters = adamw(model), list(model.parameters())
-    trial = Trial(device_share=0.5)
-    settings = Settings(vram=tight(model), device="cpu", step=step)
+    trial = Trial(device_share=0.5, weights_part=weights)
+    settings = Settings(vram=tight(model), device="cpu", step=step, disk=tmp_path if weights else None)
     with checking() as checker, Session(model, optimizer, settings, trial=trial):
         for number in range(4):
             SHORT.loss(model, tokens(number)).backward()

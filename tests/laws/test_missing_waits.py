@@ -30,6 +30,7 @@ from .watched import (
 HOME, SUM, THERE = Way(share=0.0, look=(1,)), SUMS._replace(share=0.0), SUMS._replace(share=1.0)
 AHEAD = Way(ahead=True, share=0.0, steps=4)
 DISK = Way(disk=1.0, share=0.0)
+WEIGHTS = Way(disk=1.0, weights=1.0, share=0.0, look=(1,))
 OFFLOAD = Way(activations="offload", share=0.0, steps=2)
 # Left out are waits that others imply in a loop. The store lane's: for updates that read the gradients before (weights
 # that these wrote were loaded since), for a slab (compute has waited for its load since), and for weights that were
@@ -49,6 +50,9 @@ WAITS = {
     "a load of weights comes after an update on disk": (Wait("load", "HomeGate.hold", "ParameterStream._copy"), DISK),
     "an update on disk comes after loads of the weights before": (Wait("store", "AdamStream._announce"), DISK),
     "user code reads states on disk after they are there": (Wait("host", "DiskHome.refresh"), DISK),
+    "a load reads a file after an update is there": (Wait("file", "Files.load"), WEIGHTS),
+    "an update of weights on disk comes after their loads": (Wait("store", "AdamStream._announce"), WEIGHTS),
+    "user code reads weights on disk after they are there": (Wait("host", "ScratchWeights.refresh"), WEIGHTS),
     "a bucket is used again after its store": (Wait("compute", "Buckets.lend", "GradientStream.lend"), HOME),
     "a sum comes after the load of earlier gradients": (Wait("compute", "GradientStream._add_earlier"), SUM),
     "a factor is stored after it is made": (Wait("store", "AdamStream._store_factor"), SUM),

@@ -75,18 +75,21 @@ def open_on_disk(
     disk: Path | list[Path] | None,
     *,
     part: float = 1.0,
+    weights: float = 0.0,
     device: torch.device | str = "cpu",
     seed: int | None = 0,
     calls: SystemCalls | None = None,
     **settings: Any,
 ) -> Session:
-    """A session with ``part`` of its units' states on disk, in lanes that are late at random, with poison."""
+    """A session with ``part`` of its units' states on disk, and ``weights`` of their weights, in lanes that are late at
+    random, with poison."""
     device = torch.device(device)
     vram = tight(model) * (4 if device.type == "cuda" else 1)
     trial = Trial(
         delay=None if seed is None else jitter(device, seed),
         poison=seed is not None,
         disk_part=part,
+        weights_part=weights,
         calls=calls,
         small_bytes=1,
         device_share=0.5 if device.type == "cpu" else None,
@@ -158,6 +161,7 @@ LOOPS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.daily("torch.float32", "forward-torch.float16")  # test_weights_on_disk.py has bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: "-".join(map(str, loop.values())))
 def test_same_as_in_ram(loop: dict[str, Any], dtype: torch.dtype, tmp_path: Path, device: torch.device) -> None:

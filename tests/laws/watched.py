@@ -61,6 +61,7 @@ class Way(NamedTuple):
     look: tuple[int, ...] = ()
     steps: int = 3
     disk: float = 0.0  # of the units, whose states lie in files
+    weights: float = 0.0  # of the units, whose weights lie there too
 
     def __str__(self) -> str:
         changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
@@ -82,6 +83,7 @@ def trained(case: Case, way: Way = Way(), missing: Wait | None = None) -> Checke
         activation_room=room,
         small_bytes=1,
         disk_part=way.disk,
+        weights_part=way.weights,
     )
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory()) if way.disk else None

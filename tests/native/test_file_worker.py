@@ -70,9 +70,9 @@ def opened(
 
 
 class States:
-    """A weight whose states lie in a file, and the same in memory."""
+    """A weight whose states lie in a file, perhaps with itself (``whole``), and the same in memory."""
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, at: int = 0) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, at: int = 0, *, whole: bool = False) -> None:
         draw = torch.Generator().manual_seed(at + 1)
         master_dtype = _MASTERS[dtype]
         self.weight = torch.randn(COUNT, generator=draw).to(dtype)
@@ -81,7 +81,8 @@ class States:
         master = None
         if master_dtype is not None:
             master = self.weight.float() if dtype == torch.float16 else torch.zeros(COUNT, dtype=torch.int16)
-        parts = [t.view(torch.uint8) for t in (*moments, master) if t is not None]
+        self.whole = whole
+        parts = [t.view(torch.uint8) for t in (*moments, master, self.weight if whole else None) if t is not None]
         self.size, self.at, self.path = sum(p.nbytes for p in parts), at, path
         self.file = os.open(path, os.O_RDWR | os.O_CREAT)
         os.pwrite(self.file, torch.cat(parts).numpy().tobytes(), at)
@@ -89,7 +90,9 @@ class States:
             weight=self.weight.clone(), grad=self.grad, exp_avg=moments[0], exp_avg_sq=moments[1], master=master
         )
         self.tensors = FileTensors(
-            weight=self.weight,
+            weight=self.size - self.weight.nbytes if whole else self.weight,
+            dtype=dtype,
+            count=COUNT,
             grad=self.grad,
             exp_avg=0,
             exp_avg_sq=4 * COUNT,
@@ -113,9 +116,10 @@ class States:
 
     def check(self) -> None:
         """The weight and the file hold what the update in memory gives, bit for bit."""
-        assert torch.equal(self.weight, self.expected.weight)
+        assert self.whole or torch.equal(self.weight, self.expected.weight)
         stored = os.pread(self.file, self.size, self.at)
         parts = [self.expected.exp_avg, self.expected.exp_avg_sq, self.expected.master]
+        parts += [self.expected.weight] if self.whole else []
         assert stored == b"".join(t.view(torch.uint8).numpy().tobytes() for t in parts if t is not None)
 
 
@@ -124,9 +128,12 @@ def words() -> list[Word]:
     return [Word(), Word(), Word()]
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["states", "with weights"])
 @pytest.mark.parametrize("dtype", list(_MASTERS))
-def test_the_same_bits_as_in_memory(kind: str, dtype: torch.dtype, tmp_path: Path, words: list[Word]) -> None:
-    states = States(tmp_path / "states", dtype, at=64)
+def test_the_same_bits_as_in_memory(
+    kind: str, dtype: torch.dtype, whole: bool, tmp_path: Path, words: list[Word]
+) -> None:
+    states = States(tmp_path / "states", dtype, at=64, whole=whole)
     ready = Word()
     with opened(kind) as worker:
         worker.run(states.job(words, ready=ready.at(1)))
@@ -167,6 +174,8 @@ def test_several_updates_in_one_part(kind: str, tmp_path: Path, words: list[Word
         (
             FileTensors(
                 weight=states.weight[piece],
+                dtype=torch.float32,
+                count=piece.stop - piece.start,
                 grad=states.grad[piece],
                 exp_avg=4 * piece.start,
                 exp_avg_sq=4 * (COUNT + piece.start),

@@ -52,19 +52,21 @@ class Limit(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class DiskUse(Choice):
-    """Optimizer states on disk, and frozen weights that remain in the model's own files. ``ram_bytes``: RAM through
-    which both pass. ``limit_bytes``: of the states."""
+    """Optimizer states and trained weights on disk, and frozen weights that remain in the model's own files.
+    ``ram_bytes``: RAM through which all pass. ``limit_bytes``: of the states and trained weights."""
 
     limit_bytes: int
     states_bytes: int
     ram_bytes: int
-    weights_bytes: int = 0
+    weights_bytes: int = 0  # frozen
+    trained_bytes: int = 0  # weights that are trained, in scratch files
 
     def __str__(self) -> str:
+        trained = f", {format_bytes(self.trained_bytes)} of trained weights" if self.trained_bytes else ""
         weights = f", {format_bytes(self.weights_bytes)} of frozen weights in their files" if self.weights_bytes else ""
         return (
-            f"{format_bytes(self.states_bytes)} of optimizer states{weights}, through {format_bytes(self.ram_bytes)} "
-            f"of RAM; at most {format_bytes(self.limit_bytes)}: {self._because()}"
+            f"{format_bytes(self.states_bytes)} of optimizer states{trained}{weights}, through "
+            f"{format_bytes(self.ram_bytes)} of RAM; at most {format_bytes(self.limit_bytes)}: {self._because()}"
         )
 
 

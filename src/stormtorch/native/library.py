@@ -7,8 +7,8 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-ABI = 12  # STORM_ABI in csrc/storm.h
-FILE_RANGES = 3  # STORM_FILE_RANGES
+ABI = 13  # STORM_ABI in csrc/storm.h
+FILE_RANGES = 4  # STORM_FILE_RANGES
 _FALLBACK_SLOWDOWN = 6  # measured per core: 5 for fp32 weights, 7 for bf16 with a split master
 
 
@@ -65,7 +65,7 @@ class FilePart(ctypes.Structure):
 
     _fields_ = (
         ("ranges", FileRange * FILE_RANGES),
-        ("unit", ctypes.c_int64),
+        *_all(ctypes.c_int64, "unit has_weights"),
         ("target", ctypes.c_void_p),
         ("written", FlagWord),
     )

@@ -203,9 +203,11 @@ _MASTERS = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileTensors:
     """The tensors of one update whose states lie in files: ``master`` and both moments are byte offsets in the memory
-    that the job reads them to."""
+    that the job reads them to. ``weight`` is one too where the weights lie there; ``dtype`` is theirs."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | int
+    dtype: torch.dtype
+    count: int
     grad: torch.Tensor
     exp_avg: int
     exp_avg_sq: int
@@ -214,19 +216,24 @@ class FileTensors:
 
     def inside(self, memory: torch.Tensor) -> AdamTensors:
         """With states in ``memory``, bytes. Checks all tensors."""
-        count, dtype = self.weight.numel(), _MASTERS.get(self.weight.dtype)
+        master = _MASTERS.get(self.dtype)
 
-        def states(at: int, dtype: torch.dtype) -> torch.Tensor:
-            return memory[at : at + count * dtype.itemsize].view(dtype)
+        def there(at: int, dtype: torch.dtype) -> torch.Tensor:
+            return memory[at : at + self.count * dtype.itemsize].view(dtype)
 
         return AdamTensors(
-            weight=self.weight,
-            master=None if self.master is None or dtype is None else states(self.master, dtype),
-            exp_avg=states(self.exp_avg, torch.float32),
-            exp_avg_sq=states(self.exp_avg_sq, torch.float32),
+            weight=there(self.weight, self.dtype) if isinstance(self.weight, int) else self.weight,
+            master=None if self.master is None or master is None else there(self.master, master),
+            exp_avg=there(self.exp_avg, torch.float32),
+            exp_avg_sq=there(self.exp_avg_sq, torch.float32),
             grad=self.grad,
             grad_factor=self.grad_factor,
         )
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights lie in a file too."""
+        return isinstance(self.weight, int)
 
     def scaled_by(self, factor: torch.Tensor) -> FileTensors:
         """The same with a word by which gradients are multiplied."""
@@ -235,14 +242,14 @@ class FileTensors:
     def bind(self, scalars: Scalars) -> Update:
         """The C form, which is not checked again. It holds addresses only: the tensors must outlive its use."""
         return Update(
-            weight=self.weight.data_ptr(),
+            weight=self.weight if isinstance(self.weight, int) else self.weight.data_ptr(),
             master=self.master,
             exp_avg=self.exp_avg,
             exp_avg_sq=self.exp_avg_sq,
             grad=self.grad.data_ptr(),
             grad_factor=None if self.grad_factor is None else self.grad_factor.data_ptr(),
-            count=self.weight.numel(),
-            weight_kind=_WEIGHT_KINDS[self.weight.dtype, _MASTERS.get(self.weight.dtype)],
+            count=self.count,
+            weight_kind=_WEIGHT_KINDS[self.dtype, _MASTERS.get(self.dtype)],
             grad_kind=_GRAD_KINDS[self.grad.dtype],
             scalars=scalars,
         )

@@ -36,6 +36,7 @@ from ..streams.gradients.home import GradHome
 from ..streams.gradients.memory import GradMemory, GradRing
 from ..streams.gradients.stream import GradientStream
 from ..streams.home.meta import Exchange, give_substance
+from ..streams.home.parameter import plain
 from ..streams.model.access import UserAccess
 from ..streams.model.attach import Attachment
 from ..streams.model.schedule import Schedule
@@ -301,7 +302,7 @@ def _open_adam(
     homes = [AdamHome(r.unit, [next(flags) for _ in r.unit.trained], r.gate) for r in residences]
     for item in (item for unit in units for item in unit.trained):
         if item.is_split and item.dtype == torch.float16:
-            state_home.shown(item)[MASTER].copy_(item.in_image(images[item.unit.index]))
+            state_home.shown(item)[MASTER].copy_(plain(item.parameter).detach())
             state_home.written(item)
     worker = open_worker()
     endings.before_others(worker.close)
@@ -372,4 +373,5 @@ def _open_disk(ground: Ground, states: HostArena, flags: Iterator[Flag], trial: 
         board=ground.board,
         flags=flags,
         sink=ground.recorder,
+        weights=None if ground.files is None else ground.files.scratch,
     )

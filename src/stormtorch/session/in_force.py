@@ -36,15 +36,18 @@ def _disk(parts: Parts) -> DiskUse | None:
         return None
     in_files, count = parts.ground.homes.in_files, len(parts.ground.units)
     why = f"the states of {len(on_disk.layouts)} of {count} units" if on_disk.layouts else ""
+    if on_disk.weights:
+        why += f", the weights of {len(on_disk.weights)}"
     if in_files.units:
         why += f"{' and ' if why else ''}frozen weights of {len(in_files.units)}{'' if why else f' of {count} units'}"
     why = f"{why}, because RAM has no room for all" if why else "RAM has room for all states"
     given = f"{budget.given}: {budget.reason}" if budget.reason else budget.given
     return DiskUse(
         limit_bytes=budget.limit_bytes,
-        states_bytes=on_disk.disk_bytes,
+        states_bytes=on_disk.states_bytes,
+        trained_bytes=sum(on_disk.weights.values()),
         ram_bytes=on_disk.ram_bytes + in_files.ring_bytes,
-        weights_bytes=sum(unit.image_bytes - unit.home_bytes for unit in in_files.units),
+        weights_bytes=sum(unit.image_bytes - unit.file_at for unit in in_files.units),
         reason=f"{why}; {given}",
         origin=Origin.PLANNED,
     )

@@ -25,7 +25,9 @@ from ..memory.books.limits import usable_device
 from ..memory.cuda.allocator import expand_segments
 from ..memory.cuda.device_meter import DeviceMeter, device_meter_for
 from ..memory.cuda.idle_meter import IdleMeter, idle_meter_for
+from ..memory.disk.calls import SystemCalls
 from ..memory.disk.mapped import Span, WeightFile
+from ..memory.disk.scratch import ScratchFile, create_scratch
 from ..memory.host.arena import PAGE, HostArena
 from ..memory.host.pinned import cannot_lock
 from ..memory.host.pinning import PageLock, page_lock_for
@@ -48,6 +50,7 @@ from ..streams.units.placement import UNITS_IN_BUDGET, Cut, division, place, roo
 from ..streams.units.sizes import Homes, check_disk, homes_for
 from ..streams.units.unit import Place, Unit
 from ..streams.weights.from_files import Files
+from ..streams.weights.in_scratch import ScratchWeights
 
 _READING_THREADS = 4  # reads at the same time: more are not faster
 
@@ -169,10 +172,13 @@ def outline(
         in_backward=in_backward,
         disk=bool(settings.directories),
         disk_part=trial.disk_part,
+        weights_part=trial.weights_part,
     )
     check_disk(homes.on_disk, ledger)
     for unit in homes.in_files.units:
         unit.stay_in_files()
+    for index in homes.on_disk.weights:
+        units[index].lie_in_scratch()
     return Outline(
         device=device,
         ledger=ledger,
@@ -210,11 +216,10 @@ def open_ground(
 
     def move(region: int) -> None:
         for unit, there, image in zip(units, places, images, strict=True):
-            if there.region == region:
+            if there.region == region and unit.index not in homes.on_disk.weights:
                 moving.move(unit, image)
 
     arena.fill(move)
-    moving.say_what_is_held()
     ring = _open_ring(homes.in_files, ledger, page_lock)
     if ring is not None:
         endings.before_others(ring.close)
@@ -225,7 +230,11 @@ def open_ground(
     endings.before_others(lanes.close)
     board = Flags(homes.flags, ledger=ledger, device=device, page_lock=page_lock)
     endings.before_others(board.close)
-    files = None if ring is None else _open_files(homes.in_files, ring, board, endings, recorder)
+    scratch = _open_scratch(outlined, board, trial, endings) if homes.on_disk.weights else None
+    for index in homes.on_disk.weights:
+        moving.move(units[index], images[index])
+    moving.say_what_is_held()
+    files = None if ring is None else _open_files(outlined, ring, board, scratch, trial, endings, recorder)
     poison = lanes.store if trial.poison else None
     pool = DevicePool(device, ledger=ledger, tag=Tag.PARAMETERS, lanes=lanes, sink=recorder, poison=poison)
     endings.before_others(pool.close)
@@ -251,14 +260,42 @@ def open_ground(
 
 def _open_ring(in_files: InFiles, ledger: Ledger, page_lock: PageLock | None) -> HostArena | None:
     """RAM through which weights come from files; None if all have a home in RAM."""
-    if not in_files.units:
+    if not in_files.slots:
         return None
     size = round_up(in_files.ring_bytes, PAGE)
     return HostArena([size], ledger=ledger, tag=Tag.STAGING, page_lock=page_lock)
 
 
-def _open_files(in_files: InFiles, arena: HostArena, board: Flags, endings: Endings, sink: Sink) -> Files:
+def _open_scratch(outlined: Outline, board: Flags, trial: Trial, endings: Endings) -> ScratchWeights:
+    """Open scratch files for trained weights. Their flags come before those of the ring, at the board's end."""
+    on_disk, directories, files = outlined.homes.on_disk, outlined.directories, list[ScratchFile]()
+    sizes = list(on_disk.weights.values())
+    for number, directory in enumerate(directories[: len(sizes)]):
+        size = sum(sizes[number :: len(directories)])
+        calls = trial.calls or SystemCalls()
+        files.append(create_scratch(directory, size, ledger=outlined.ledger, tag=Tag.PARAMETERS, calls=calls))
+        endings.before_others(files[-1].close)
+    layouts = {index: on_disk.layouts[index] for index in on_disk.weights}
+    end = len(board) - outlined.homes.in_files.flags
+    flags = iter([board[index] for index in range(end - sum(len(la.chunks) for la in layouts.values()), end)])
+    scratch = ScratchWeights(outlined.partition.units, layouts, files=files, flags=flags)
+    endings.before_others(scratch.forget)
+    return scratch
+
+
+def _open_files(
+    outlined: Outline,
+    arena: HostArena,
+    board: Flags,
+    scratch: ScratchWeights | None,
+    trial: Trial,
+    endings: Endings,
+    sink: Sink,
+) -> Files:
     """Open the files that have weights, and the threads that read them."""
+    in_files, calls = outlined.homes.in_files, trial.calls or SystemCalls()
+    mine = {unit.index: unit for unit in in_files.units}
+    mine.update((index, outlined.partition.units[index]) for index in outlined.homes.on_disk.weights)
     opened: dict[str, WeightFile] = {}
 
     def open_file(place: Place) -> WeightFile:
@@ -268,11 +305,12 @@ def _open_files(in_files: InFiles, arena: HostArena, board: Flags, endings: Endi
             endings.after_others(file.close)
         return opened[place.span.path]
 
-    worker = open_file_worker(_READING_THREADS, arena.tensor((0,), torch.uint8))
+    worker = open_file_worker(_READING_THREADS, arena.tensor((0,), torch.uint8), read=calls.pread)
     endings.before_others(worker.close)
     return Files(
-        in_files.units,
+        list(mine.values()),
         open_file,
+        scratch,
         ring=arena.tensor((in_files.ring_bytes,), torch.uint8, alignment=PAGE),
         slot_bytes=in_files.slot_bytes,
         flags=[board[len(board) - in_files.flags + index] for index in range(in_files.flags)],

@@ -75,6 +75,7 @@ class Trial:
     poison: bool = False
     device_share: float | None = None  # of the optimizer's work, instead of the automatic choice
     disk_part: float = 0.0  # of the units, at least, whose states lie on disk
+    weights_part: float = 0.0  # of the units, at least, whose weights lie there too; then the states of all
     calls: SystemCalls | None = None  # of scratch files
     ahead: bool = False  # all units have memory for updates ahead from the beginning
     kept: int = 0  # units whose optimizer states are kept on the device from the beginning

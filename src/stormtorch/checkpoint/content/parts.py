@@ -109,7 +109,7 @@ def _piece(durable: Durable, tensor: torch.Tensor, name: str) -> Piece:
             f"{name!r} cannot be saved: safetensors has no {found.dtype} tensors of layout {found.layout}."
         )
     in_file = durable.in_file(tensor) if found.is_contiguous() else None
-    return Piece(found, unit, durable.is_frozen(tensor), in_file=in_file)
+    return Piece(found, unit, durable.is_frozen(tensor), stored=durable.stored_weight(tensor), in_file=in_file)
 
 
 def _add(content: Content, shards: Mapping[str, list[str]], pieces: Mapping[str, Piece]) -> None:

@@ -149,7 +149,7 @@ def _weights(
         headers = {name: read_header(file_in(directory, name)) for name in files if name in manifest.files}
         found = {name: entry for header in headers.values() for name, entry in header.items()}
         compare(found, wanted, str(directory), dtypes=True)
-        targets = {name: plain(tensor).detach() for name, tensor in wanted.items()}
+        targets = {name: durable.stored_weight(tensor) or plain(tensor).detach() for name, tensor in wanted.items()}
         jobs += reading(directory, headers, targets, manifest.files, durable.spans(wanted))
     return jobs, [tensor for wanted in wanted_by_file.values() for tensor in wanted.values()]
 

@@ -12,6 +12,7 @@ from torch import nn
 from ...core.errors import CheckpointError, WrongModel
 from ...memory.disk.contained import JSON_LIMIT_BYTES, parse_json
 from ...memory.disk.safetensors_header import Entry
+from ...memory.disk.stored import StoredTensor
 from ...streams.home.parameter import plain
 from ..content.adapter import base_name, base_names, is_adapter_name
 from ..content.names import compare, names_of
@@ -66,10 +67,14 @@ def load_weights(model: nn.Module, directory: Path | str | os.PathLike[str]) -> 
         manifest = read_manifest(path)
         sums = manifest.files
         check_sums(path, manifest, {INDEX} & sums.keys() if len(files) > 1 else ())
-    targets = {name: plain(wanted[known]).detach() for known, name in chosen.items()}
+    durable = durable_of(model)
+    targets: dict[str, torch.Tensor | StoredTensor] = {}
+    for known, name in chosen.items():
+        tensor = wanted[known]
+        stored = durable.stored_weight(tensor) if durable and found[known].dtype == tensor.dtype else None
+        targets[name] = stored or plain(tensor).detach()
     touched = {id(names.tensors[mine]) for name in wanted for mine in places[name]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in touched]
-    durable = durable_of(model)
     fixed = durable.spans({name: wanted[known] for known, name in chosen.items()}) if durable else {}
     with torch.no_grad(), durable.rewriting(parameters, with_states=False) if durable else contextlib.nullcontext():
         run_all(reading(path, headers, targets, sums, fixed))

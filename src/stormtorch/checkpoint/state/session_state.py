@@ -145,6 +145,8 @@ class Durable:
         with without_torch_function():
             torch.autograd.graph.increment_version([place.parameter for place in places])
         for place in places:
+            if place.stored is not None:
+                place.stored.sync()
             if with_states:
                 self._updater.states_written(place)
             else:
@@ -184,6 +186,11 @@ class Durable:
         if place is None or not place.trained:
             return False
         return self.has_masters and place.is_split if key == MASTER else key in self._updater.shown_states(place)
+
+    def stored_weight(self, tensor: torch.Tensor) -> StoredTensor | None:
+        """A parameter that lies in a scratch file, to be read and written there; None: it does not."""
+        place = self._place.get(id(tensor))
+        return place.stored if place is not None and place.is_contiguous else None
 
     def stored(self, parameter: torch.Tensor, key: str) -> StoredTensor | None:
         """A state of the parameter that lies in a file, to be read and written there; None: it is in RAM."""

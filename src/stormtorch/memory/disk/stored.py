@@ -92,6 +92,15 @@ class StoredTensor:
     at: int
     nbytes: int
 
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The same bytes in the mapping."""
+        return self.where.bytes[self.at : self.at + self.nbytes]
+
+    def sync(self) -> None:
+        """Write what was written to the mapping to the disk, and release its RAM. Raises StorageError."""
+        self.where.sync(self.at, self.at + self.nbytes)
+
     def read(self, view: memoryview, offset: int) -> None:
         """Fill ``view`` with its bytes from ``offset`` on. Raises StorageError."""
         self.where.move(view, self.at + offset, write=False)

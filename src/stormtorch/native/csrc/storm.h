@@ -12,7 +12,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised with every change of a struct or a signature below; library.py refuses a library of another number. */
-#define STORM_ABI 12u
+#define STORM_ABI 13u
 
 typedef struct storm_pool storm_pool;
 
@@ -41,14 +41,15 @@ typedef struct {
     int64_t fd, offset, bytes, at;
 } storm_file_range;
 
-enum { STORM_FILE_RANGES = 3 };
+enum { STORM_FILE_RANGES = 4 };
 
 /* The part of a job that lies in files: the ranges that have bytes. `unit`: offsets after a short count are multiples of
  * it, as direct I/O needs. Without updates the ranges are read to `target`. With updates they are read to the memory that
- * the pool has for each thread, updated there, and written back; `written` follows when they are in their files. */
+ * the pool has for each thread, updated there, and written back; `written` follows when they are in their files. `has_weights`: the weights are among
+ * them. */
 typedef struct {
     storm_file_range ranges[STORM_FILE_RANGES];
-    int64_t unit;
+    int64_t unit, has_weights;
     void *target;
     storm_flag written;
 } storm_file_part;
@@ -80,7 +81,8 @@ STORM_API int32_t storm_pool_open(const int32_t *cores, int32_t core_count, int3
  * begun. */
 STORM_API int32_t storm_pool_submit(storm_pool *pool, const storm_update *update, int64_t ticket, int32_t priority,
                                     storm_flag ready, storm_flag also, storm_flag done, storm_flag abort);
-/* Queues a job with a file. In `updates`, `master` and both moments are offsets in the memory of the job. `done` is
+/* Queues a job with a file. In `updates`, `master` and both moments are offsets in the memory of the job, and so is
+ * `weight` where the part says so. `done` is
  * written when all updates are, before their states are in the file. If an access fails, the word of `abort` is written
  * before any other. */
 STORM_API int32_t storm_pool_submit_file(storm_pool *pool, const storm_file_part *part, const storm_update *updates,

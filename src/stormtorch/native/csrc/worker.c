@@ -236,6 +236,8 @@ static void run_updates(storm_pool *pool, const job *current, char *place) {
     const int64_t start = storm_now_ns();
     for (int64_t i = 0; i < current->count; i++) {
         storm_update update = i ? current->rest[i - 1] : current->update;
+        if (current->part.has_weights)
+            update.weight = offset_in(place, update.weight);
         if (update.weight_kind != STORM_FP32)
             update.master = offset_in(place, update.master);
         update.exp_avg = offset_in(place, update.exp_avg);

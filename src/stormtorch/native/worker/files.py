@@ -1,4 +1,4 @@
-"""Jobs with files: reads, and updates of states that lie there.
+"""Jobs with files: reads, and updates of states that lie there, perhaps with their weights.
 
 A thread of the pool runs such a job from beginning to end, in memory of its own: it reads the job's ranges, updates
 them, writes ``done``, writes the ranges back, and then writes ``written``. Other threads work on other ranges
@@ -59,7 +59,7 @@ class FileJob(Request):
 
     ranges: Sequence[Range]  # at most FILE_RANGES, each of at least one byte
     unit: int = 1  # what offsets and sizes of accesses are multiples of
-    updates: Sequence[tuple[FileTensors, Scalars]] = ()
+    updates: Sequence[tuple[FileTensors, Scalars]] = ()  # the weights of all of them are in files, or of none
     target: torch.Tensor | None = None  # without updates: where to read to
     written: FlagValue | None = None
     keep: object = field(default=None, repr=False)
@@ -70,6 +70,7 @@ class FileJob(Request):
         part = FilePart(
             ranges=(FileRange * FILE_RANGES)(*ranges),
             unit=self.unit,
+            has_weights=any(tensors.has_weights for tensors, _ in self.updates),
             target=None if self.target is None else self.target.data_ptr(),
             written=word(self.written),
         )

@@ -49,18 +49,24 @@ class Moving:
         return sum(size for reference, size in self._sources if not reference.gone)
 
     def move(self, unit: Unit, image: torch.Tensor) -> None:
-        """Make every parameter of ``unit`` a view of its home image, unless a file is its home."""
+        """Make every parameter of ``unit`` a view of its home, the image or a scratch file, unless the model's own file
+        is its home."""
         for place in unit.places:
             if place.in_file:
                 continue
-            view = place.in_image(image)
             size = place.count * place.dtype.itemsize
-            if self._is_tight:
-                self._check_room(size)
-            self._touch(image, place.at, size)
+            if place.stored is not None:
+                view = place.view(place.stored.bytes, 0, place.dtype)
+            else:
+                view = place.in_image(image)
+                if self._is_tight:
+                    self._check_room(size)
+                self._touch(image, place.at, size)
             with torch.no_grad():
                 if not place.parameter.is_meta:
                     view.copy_(place.parameter.data)
+                    if place.stored is not None:
+                        place.stored.sync()
                 place.parameter.data = view
             self._since += size
             if self._since >= _TRIM_BYTES:

@@ -84,6 +84,8 @@ class UserAccess:
             place.written = True
             self._weights.changed(place.unit, by_step=False)
             self.schedule.updater.rewritten(place)
+            if place.stored is not None:
+                place.stored.sync()
             self._calls.renew(place.unit)
         elif kind == "grad":
             self._grads.homes[place.unit.index].forget_norm(place.index)
@@ -106,6 +108,8 @@ class UserAccess:
         place.written = True
         self._weights.changed(place.unit, by_step=False)
         self.schedule.updater.reset_master(place)
+        if place.stored is not None:
+            place.stored.sync()
 
     def grad(self, place: Place) -> torch.Tensor | None:
         return None if self.closed else self.schedule.user_gradients.grad(place, self)

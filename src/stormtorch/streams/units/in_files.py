@@ -1,6 +1,7 @@
 """Finds parameters that need no home in RAM, because a file has them: those that are mapped from one and not trained.
 
-Which units leave them there is a matter of RAM: `choose`. They pass through a ring of RAM, whose size is set here."""
+Which units leave them there is a matter of RAM: `choose`. They pass through a ring of RAM, whose size is set here, and
+so do weights in scratch files (sizes.py)."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _SPARE_PART = 4
 
 @dataclass(frozen=True)
 class InFiles:
-    """Units whose frozen weights remain in the model's own files, and the ring through which these pass: so many slots,
-    each for one read."""
+    """Units whose frozen weights remain in the model's own files, and the ring through which these pass, and those in
+    scratch files: so many slots, each for one read."""
 
     units: tuple[Unit, ...] = ()
     slots: int = 0
@@ -45,12 +46,13 @@ class InFiles:
         return unit.file_at if unit in self.units else unit.image_bytes
 
 
-def left_in_files(units: Sequence[Unit], spare_bytes: int = 0) -> InFiles:
-    """These units in files. Reads of 8 MiB are as fast as longer ones, and some must be under way while others are
-    copied. A part of ``spare_bytes`` lets reads run ahead, by up to the largest unit twice."""
-    if not units:
+def left_in_files(units: Sequence[Unit], spare_bytes: int = 0, *, scratch: Sequence[int] = ()) -> InFiles:
+    """These units in files, and the bytes of others' weights in ``scratch`` files. Reads of 8 MiB are as fast as longer
+    ones, and some must be under way while others are copied. A part of ``spare_bytes`` lets reads run ahead, by up to
+    the largest unit twice."""
+    sizes = [*(unit.image_bytes - unit.file_at for unit in units), *scratch]
+    if not sizes:
         return InFiles()
-    sizes = [unit.image_bytes - unit.file_at for unit in units]
     slot = min(_READ_BYTES, max(_PAGE, round_up(sum(sizes) // _SLOTS_IN_ALL, _PAGE)))
     ahead = min(-(-2 * max(sizes) // slot), _MOST_READS, spare_bytes // _SPARE_PART // slot)
     return InFiles(tuple(units), max(_LEAST_READS, ahead), slot)

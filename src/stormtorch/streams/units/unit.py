@@ -4,7 +4,8 @@ The tensors of a unit, by the names that all code here uses:
 
     home image   all parameters of the unit in their compute dtype, flat, in pinned RAM. The registered ``nn.Parameter``
                  of each is a view of it: the optimizer, ``state_dict`` and checkpoints see ordinary tensors. Frozen
-                 parameters at the end may remain in the model's own files instead: ``home_bytes`` are in RAM then.
+                 parameters at the end may remain in the model's own files instead, and the others of a trained unit
+                 may lie in a scratch file: ``home_bytes`` are in RAM then.
     home grads   gradients, flat, in RAM; *own* in the parameters' dtypes, or *wide* in fp32 once micro-batches have
                  been added up.
     states       what the optimizer keeps: for AdamW two fp32 moments, and the *masters*: the bits that the image lacks
@@ -29,6 +30,7 @@ import torch
 
 from ...core.sizes import round_up
 from ...memory.disk.mapped import Span
+from ...memory.disk.stored import StoredTensor
 
 ALIGNMENT = 64
 
@@ -54,6 +56,7 @@ class Place:
     written: bool = True  # False: it came from the meta device and has no values yet
     span: Span | None = None  # where a file has it, if it may remain there
     in_file: bool = False  # it has no home in RAM: its memory is a mapping of the file, which nothing may write
+    stored: StoredTensor | None = None  # where a scratch file has it; its memory is a mapping of that
     # User code's views of its weight and gradient (home/parameter.py), by ``id``.
     views: MutableMapping[int, Any] = field(default_factory=WeakValueDictionary)
 
@@ -65,6 +68,11 @@ class Place:
     def in_typed(self, typed: torch.Tensor, at: int) -> torch.Tensor:
         """Like ``view``, of a flat tensor that has the dtype already."""
         return typed.as_strided(self.shape, self.stride, typed.storage_offset() + at // typed.itemsize)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the order of its bytes is that of a file of tensors."""
+        return self.parameter.is_contiguous() and self.parameter.stride() == self.stride
 
     def in_image(self, flat: torch.Tensor) -> torch.Tensor:
         return self.view(flat, self.at, self.dtype)
@@ -146,6 +154,10 @@ class Unit:
         self.home_bytes = self.file_at
         for place in self.places:
             place.in_file = place.span is not None
+
+    def lie_in_scratch(self) -> None:
+        """Give no home in RAM to any parameter: a scratch file has those that the model's own files do not have."""
+        self.home_bytes = 0
 
     def place_at(self, offset: int) -> Place:
         """The parameter that the byte ``offset`` of the image belongs to."""

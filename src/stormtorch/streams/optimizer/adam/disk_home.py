@@ -1,10 +1,11 @@
-"""States of some units in scratch files, and their updates there; those of the other units in RAM.
+"""States of some units in scratch files, and their updates there, perhaps with their weights; the states of the other
+units in RAM.
 
 The CPU updates such a unit chunk by chunk, in the memory of the threads that read it and write it back
 (native/worker/files.py). No lane copies these states, and the GPU updates none of them: a disk brings a tenth of what
 the CPU can update, so the GPU has nothing to add. The gradients come from RAM, as for any unit, and the new weights go
-to the home image. A unit's next load waits for its updates, not for their way back to the file; the next update of a
-chunk waits for that.
+to the home image, or to a file of their own (weights/in_scratch.py). A unit's next load waits for its updates, and not
+for their way back to the file, unless it reads that file; the next update of a chunk waits for that.
 
 User code sees the states as mappings of the files."""
 
@@ -31,6 +32,7 @@ from ....native.worker.jobs import FileMeter
 from ...gradients.home import GradHome
 from ...units.file_layout import PAGE, FileChunk, FileLayout
 from ...units.unit import Place, Unit
+from ...weights.in_scratch import ScratchWeights, Written
 from ..updater import MASTER
 from .home import AdamHome, Run
 from .state_home import MOMENTS, SPLIT_DTYPE, RamHome
@@ -45,14 +47,18 @@ class _Chunk:
     layout: FileChunk
     ranges: list[Range]
     updated: Flag
-    written: Flag
-    count: int = 0  # updates so far
+    written: Written
     bound: dict[object, list[FileTensors]] = field(default_factory=dict)  # of earlier updates, for the next
 
     @property
     def masters_at(self) -> int:
         """Where masters begin in the memory of a job."""
         return 2 * len(self.layout.moments)
+
+    @property
+    def weights_at(self) -> int | None:
+        """Where weights begin there; None if they have their home in RAM."""
+        return self.masters_at + len(self.layout.masters) if self.layout.weights else None
 
 
 @dataclass(eq=False)
@@ -77,12 +83,15 @@ class DiskHome(RamHome):
         board: Flags,
         flags: Iterator[Flag],
         sink: Sink,
+        weights: ScratchWeights | None = None,
     ) -> None:
         super().__init__([unit for unit in units if unit.index not in layouts], arena)
         self._files, self._worker, self._board = list(files), worker, board
         self._meter = FileMeter(worker, sink, Tag.OPTIMIZER)
         self._units: dict[int, _UnitOnDisk] = {}
-        self._alignment = max(file.alignment for file in files)
+        self._weights = weights
+        self._files_of_all = [*files, *(weights.files if weights is not None else ())]
+        self._alignment = max(file.alignment for file in self._files_of_all)
         self._mapped = list[MappedFile]()
         for file in files:
             self._mapped.append(MappedFile(file))
@@ -93,9 +102,21 @@ class DiskHome(RamHome):
                 extent = self._files[which].take(size)
                 regions.append(MappedRange(self._mapped[which], extent.offset, size))
                 numbers.append(self._files[which].number)
-            chunks = [_Chunk(c, _ranges(c, regions, numbers), next(flags), next(flags)) for c in layout.chunks]
+            chunks = [
+                self._chunk(units[index], which, c, _ranges(c, regions, numbers), flags)
+                for which, c in enumerate(layout.chunks)
+            ]
             self._units[index] = _UnitOnDisk(layout, regions, chunks)
         board.watch(self._failure)
+
+    def _chunk(self, unit: Unit, number: int, layout: FileChunk, ranges: list[Range], flags: Iterator[Flag]) -> _Chunk:
+        updated = next(flags)
+        if not layout.weights:
+            return _Chunk(layout, ranges, updated, Written(next(flags)))
+        assert self._weights is not None
+        at = 2 * len(layout.moments) + len(layout.masters)
+        where, written = self._weights.of_chunk(unit, number, layout, at)
+        return _Chunk(layout, [*ranges, where], updated, written)
 
     # --- updates
 
@@ -124,15 +145,22 @@ class DiskHome(RamHome):
                 updates=updates,
                 priority=home.unit.index,
                 ready=grads.arrived.at(grads.arrivals),
-                also=chunk.written.at(chunk.count),
-                done=chunk.updated.at(chunk.count + 1),
-                written=chunk.written.at(chunk.count + 1),
+                also=chunk.written.last,
+                done=chunk.updated.at(chunk.written.count + 1),
+                written=chunk.written.flag.at(chunk.written.count + 1),
                 abort=self._board.aborted.at(1),
-                keep=self._files,
+                keep=self._files_of_all,
             )
+            if self._weights is not None:
+                self._weights.changes(home.unit)
             self._worker.run(job)
-            chunk.count += 1
-            home.gate.runs.append((chunk.updated, chunk.count))
+            chunk.written.count += 1
+            home.gate.runs.append((chunk.updated, chunk.written.count))
+
+    def refresh_weights(self, unit: Unit) -> None:
+        """Bring the unit's parameters, as user code sees them, up to date."""
+        if self._weights is not None and self._weights.refresh(unit):
+            self._board.raise_if_aborted()  # a write may have failed before
 
     def emit(self) -> None:
         """Report what was read and written since the last call."""
@@ -143,9 +171,9 @@ class DiskHome(RamHome):
         failure = self._worker.failure()
         if failure is None:
             return None
-        file = next(file for file in self._files if file.number == failure.fd)
-        verb = "write" if failure.write else "read"
-        what = f"{verb} optimizer states: bytes {failure.offset} to {failure.offset + failure.bytes} of {file.name}"
+        file = next(file for file in self._files_of_all if file.number == failure.fd)
+        verb, of = "write" if failure.write else "read", "optimizer states" if file in self._files else "weights"
+        what = f"{verb} {of}: bytes {failure.offset} to {failure.offset + failure.bytes} of {file.name}"
         if failure.error == errno.ENODATA:
             found = storage_error(what, OSError(errno.EIO, ""), numbers=f"no call moves more than {failure.got} bytes")
         else:
@@ -177,7 +205,7 @@ class DiskHome(RamHome):
     def stored_tensor(self, place: Place, name: str) -> StoredTensor | None:
         """A state of a parameter that lies in a file as a contiguous tensor, for code that moves all of its bytes."""
         on_disk = self._units.get(place.unit.index)
-        if on_disk is None or name not in (*MOMENTS, MASTER) or not _is_contiguous(place):
+        if on_disk is None or name not in (*MOMENTS, MASTER) or not place.is_contiguous:
             return None
         (moments_at, masters_at), regions = on_disk.layout.at[place.index], on_disk.regions
         if name == MASTER:
@@ -189,7 +217,7 @@ class DiskHome(RamHome):
             super().refresh(unit)
             return
         for chunk in on_disk.chunks:
-            chunk.written.wait(chunk.count)
+            chunk.written.flag.wait(chunk.written.count)
         self._board.raise_if_aborted()  # a write may have failed before
         for region in on_disk.regions:
             region.drop(0, region.size)
@@ -233,15 +261,19 @@ def _bound(chunk: _Chunk, run: Run, image: torch.Tensor, grads: torch.Tensor, *,
     if (known := chunk.bound.get(key)) is not None:
         return known
     first, found = chunk.layout.moments, list[FileTensors]()
-    begun: tuple[int, int, int, int, int, Place] | None = None  # elements, and where they begin
+    begun: tuple[int, int, int, int, int, int, Place] | None = None  # elements, and where they begin
 
     def close() -> None:
         if begun is not None:
-            count, at, grad_at, moments_at, masters_at, place = begun
+            count, at, grad_at, moments_at, masters_at, weights_at, place = begun
             dtype = torch.float32 if wide else place.dtype
             found.append(
                 FileTensors(
-                    weight=image[at : at + count * place.dtype.itemsize].view(place.dtype),
+                    weight=image[at : at + count * place.dtype.itemsize].view(place.dtype)
+                    if chunk.weights_at is None
+                    else chunk.weights_at + weights_at,
+                    dtype=place.dtype,
+                    count=count,
                     grad=grads[grad_at : grad_at + count * dtype.itemsize].view(dtype),
                     exp_avg=moments_at,
                     exp_avg_sq=len(first) + moments_at,
@@ -257,19 +289,15 @@ def _bound(chunk: _Chunk, run: Run, image: torch.Tensor, grads: torch.Tensor, *,
         at = place.at + piece.start * size
         grad_at = place.wide_at + piece.start * 4 if wide else place.grad_at + piece.start * size
         if begun is not None:
-            count, was_at, _, moments_at, masters_at, _ = begun
+            count, was_at, _, moments_at, masters_at, _, _ = begun
             ends = was_at + count * size, moments_at + 4 * count, masters_at + count * master_size
             if ends == (at, piece.moments_at, piece.masters_at):
                 begun = (count + piece.count, *begun[1:])
                 continue
         close()
-        begun = piece.count, at, grad_at, piece.moments_at, piece.masters_at, place
+        begun = piece.count, at, grad_at, piece.moments_at, piece.masters_at, piece.weights_at, place
     close()
     if len(chunk.bound) >= _MOST_BOUND:
         chunk.bound.clear()
     chunk.bound[key] = found
     return found
-
-
-def _is_contiguous(place: Place) -> bool:
-    return place.parameter.is_contiguous() and place.parameter.stride() == place.stride

@@ -351,6 +351,8 @@ class AdamStream(Updater):
         home.ahead = None  # user code may change what it was made from
         self.there.unstage(home)  # user code may change the states that were prefetched
         home.gate.join()
+        if self._disk is not None:
+            self._disk.refresh_weights(unit)
 
     @locked
     def join_states(self, unit: Unit) -> None:
