@@ -176,13 +176,7 @@ class Checker:
         with self._lock:
             self._jobs += 1
             actor, file = f"job {self._jobs}", f"file {self._jobs}"
-            for one, flag in ((actor, job.ready), (file, job.also)):
-                self.clocks.ask(one)
-                if flag is not None:
-                    self.see_flag(one, flag.address, flag.value)
-            for range_ in job.ranges:
-                self.use_file(file, range_.number, range_.offset, range_.size, writes=False)
-            self.clocks.see(actor, self.clocks.point(file))
+            self._begin_job(actor, file, job)
             for tensors, _ in job.updates:
                 for tensor in (tensors.grad, tensors.grad_factor):
                     if tensor is not None:
@@ -197,18 +191,22 @@ class Checker:
             if job.written is not None:
                 self.set_flag(job.written.address, job.written.value, self.clocks.point(file))
 
+    def _begin_job(self, actor: str, file: str, job: FileJob) -> None:
+        """``actor`` waits for ``ready``, ``file`` for ``also``, and the ranges are read."""
+        for one, flag in ((actor, job.ready), (file, job.also)):
+            self.clocks.ask(one)
+            if flag is not None:
+                self.see_flag(one, flag.address, flag.value)
+        for range_ in job.ranges:
+            self.use_file(file, range_.number, range_.offset, range_.size, writes=False)
+        self.clocks.see(actor, self.clocks.point(file))
+
     def read(self, target: torch.Tensor, job: FileJob) -> None:
         """Note a read of a file, by a thread of a worker: ``ready`` is for the memory, ``also`` for the file."""
         with self._lock:
             self._jobs += 1
             actor, file = f"read {self._jobs}", f"file {self._jobs}"
-            for one, flag in ((actor, job.ready), (file, job.also)):
-                self.clocks.ask(one)
-                if flag is not None:
-                    self.see_flag(one, flag.address, flag.value)
-            for range_ in job.ranges:
-                self.use_file(file, range_.number, range_.offset, range_.size, writes=False)
-            self.clocks.see(actor, self.clocks.point(file))
+            self._begin_job(actor, file, job)
             self.use(actor, target, "from a file", writes=True)
             if job.done is not None:
                 self.set_flag(job.done.address, job.done.value, self.clocks.point(actor))

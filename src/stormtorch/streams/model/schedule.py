@@ -188,9 +188,7 @@ class Schedule:
 
     def _leave(self, units: Sequence[Unit]) -> None:
         """Stop treating one of these as the unit in use: its room may serve the next."""
-        residency = self.residency
-        if residency.current is not None and residency.current.unit in units:
-            residency.current = None
+        self.residency.end_use(units)
         self._load_ahead(*units)
 
     def _load_ahead(self, *left: Unit) -> None:
@@ -276,8 +274,7 @@ class Schedule:
             if set(partial.grads) & (home.consumed_places | (home.present if optimizer is not None else set())):
                 raise used_up(home.unit.name)
             self.updater.finish(home.unit)  # the last update reads the gradients that lie there
-            if self.residency.current is self._residences[home.unit.index]:
-                self.residency.current = None  # gradients take its room first, not that of the next unit
+            self.residency.end_use([home.unit])  # gradients take its room first, not that of the next unit
             is_part, added = home.awaits_outer_pass(partial), bool(home.present)
             if is_part:
                 # The outer pass updates the unit when it brings the rest, or step() does if there is none.

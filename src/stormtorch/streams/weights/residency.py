@@ -14,7 +14,7 @@ import enum
 import gc
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -239,6 +239,11 @@ class Residency:
         before, self.current = self.current, residence
         self._uses += before is not residence
         return before
+
+    def end_use(self, units: Sequence[Unit]) -> None:
+        """If one of these is the unit in use, it is so no more: it may be evicted."""
+        if self.current is not None and self.current.unit in units:
+            self.current = None
 
     def lend(self, unit: Unit) -> None:
         """Note that user code has got weights of ``unit`` without a module."""
