@@ -539,31 +539,40 @@ def _train_on(side: Side) -> None:
         side.step(number)
 
 
+def ends_by_an_io_error(
+    where: str, disk: Path, match: str, *, device: torch.device, step: str, **settings: Any
+) -> None:
+    """Access to the disk fails in the third step. ``settings`` are those of `open_on_disk`."""
+    model = LLAMA.build()
+    side = Side(model, adamw(model), LLAMA, device)
+    failing = Failing(where, errno.EIO)
+    session = open_on_disk(model, side.optimizer, disk, device=device, calls=failing.calls, step=step, **settings)
+    side.session = session
+    side.step(0)
+    session.save(disk / "saved")
+    saved = frozen(model.state_dict())
+    side.step(1)
+    failing.broken = True
+    with pytest.raises(StorageError, match=match):
+        _train_on(side)
+    with pytest.raises(StormError, match="I/O error"):
+        session.save(disk / "never")
+    assert not (disk / "never").exists()
+    with contextlib.suppress(StormError):
+        session.close()
+    fresh = LLAMA.build()
+    with open_on_disk(fresh, adamw(fresh), disk, device=device, **settings) as again:
+        again.load(disk / "saved")
+        same(frozen(fresh.state_dict()), saved, "the saved weights")
+
+
 @pytest.mark.parametrize("step", ["forward", "backward"])
 @pytest.mark.parametrize("where", ["pread", "pwrite"])
 def test_an_io_error_ends_the_session(where: str, step: str, tmp_path: Path, device: torch.device) -> None:
     """One clear error within two steps, no hang; what was saved before loads exactly."""
-    model = LLAMA.build()
-    side = Side(model, adamw(model), LLAMA, device)
-    disk = Failing(where, errno.EIO)
-    session = open_on_disk(model, side.optimizer, tmp_path, device=device, calls=disk.calls, step=step)
-    side.session = session
-    side.step(0)
-    session.save(tmp_path / "saved")
-    saved = frozen(model.state_dict())
-    side.step(1)
-    disk.broken = True
-    with pytest.raises(StorageError, match=r"optimizer states.*I/O error.*load the last checkpoint"):
-        _train_on(side)
-    with pytest.raises(StormError, match="I/O error"):
-        session.save(tmp_path / "never")
-    assert not (tmp_path / "never").exists()
-    with contextlib.suppress(StormError):
-        session.close()
-    fresh = LLAMA.build()
-    with open_on_disk(fresh, adamw(fresh), tmp_path, device=device) as again:
-        again.load(tmp_path / "saved")
-        same(frozen(fresh.state_dict()), saved, "the saved weights")
+    ends_by_an_io_error(
+        where, tmp_path, r"optimizer states.*I/O error.*load the last checkpoint", device=device, step=step
+    )
 
 
 @pytest.mark.parametrize("where", ["pread", "pwrite"])

@@ -3,8 +3,6 @@ to user code and to checkpoints; a disk that fails ends the session with one err
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import gc
 import time
 from collections.abc import Callable
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 
 import stormtorch as storm
-from stormtorch.core.errors import OutOfBudget, StorageError, StormError
+from stormtorch.core.errors import OutOfBudget, StormError
 from stormtorch.core.plan import Plan
 from stormtorch.core.sizes import MiB
 from stormtorch.core.tags import Tier
@@ -30,8 +28,8 @@ from .models import CHAIN, LLAMA, OTHERS, Case, Side, adamw, frozen, same, tight
 from .test_states_on_disk import (
     LOOPS,
     STEPS,
-    Failing,
     _one_order_of_adding_up,  # noqa: F401  # a fixture
+    ends_by_an_io_error,
     large,
     on_disk,
     open_on_disk,
@@ -371,27 +369,7 @@ def _train_on(side: Side) -> None:
 @pytest.mark.parametrize("where", ["pread", "pwrite"])
 def test_an_io_error_ends_the_session(where: str, step: str, tmp_path: Path, device: torch.device) -> None:
     """One clear error within a few steps, no hang; what was saved before loads exactly."""
-    model = LLAMA.build()
-    side = Side(model, adamw(model), LLAMA, device)
-    disk = Failing(where, errno.EIO)
-    session = open_on_disk(model, side.optimizer, tmp_path, weights=1.0, device=device, calls=disk.calls, step=step)
-    side.session = session
-    side.step(0)
-    session.save(tmp_path / "saved")
-    saved = frozen(model.state_dict())
-    side.step(1)
-    disk.broken = True
-    with pytest.raises(StorageError, match=r"I/O error"):
-        _train_on(side)
-    with pytest.raises(StormError, match="I/O error"):
-        session.save(tmp_path / "never")
-    assert not (tmp_path / "never").exists()
-    with contextlib.suppress(StormError):
-        session.close()
-    fresh = LLAMA.build()
-    with open_on_disk(fresh, adamw(fresh), tmp_path, weights=1.0, device=device) as again:
-        again.load(tmp_path / "saved")
-        same(frozen(fresh.state_dict()), saved, "the saved weights")
+    ends_by_an_io_error(where, tmp_path, "I/O error", device=device, step=step, weights=1.0)
 
 
 def test_nothing_is_left_and_descriptors_do_not_grow(tmp_path: Path) -> None:
